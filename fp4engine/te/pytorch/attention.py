@@ -1,18 +1,17 @@
 """Multi-head attention with TransformerEngine's arguments."""
 
-from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fp4engine import modules
 from fp4engine.arguments import require_one_of
 from fp4engine.modules.attention import L2Normalization
 from fp4engine.modules.inputs import cast_by_autocast
+from fp4engine.te.pytorch.arguments import Arguments, Placed, rest_of
 from fp4engine.te.pytorch.base import require_one_rank
 from fp4engine.te.pytorch.constants import QKV_FORMATS
-from fp4engine.te.pytorch.dot_product_attention import DotProductAttention, Masked, OnOneRank, Window, plain_kind
+from fp4engine.te.pytorch.dot_product_attention import DotProductAttention, OnOneRank, plain_kind
 from fp4engine.te.pytorch.inference import InferenceParams
 from fp4engine.te.pytorch.module import LayerNormLinear, Linear
 from fp4engine.te.pytorch.norm import LayerNorm, RMSNorm
@@ -37,7 +36,14 @@ _CALLED = {
 """Part of attention -> what TransformerEngine tells recipes that it is called."""
 
 
-class MultiheadAttention(OnOneRank, modules.MultiheadAttention):
+FORWARD = Arguments("""hidden_states, attention_mask=None, encoder_output=None, attn_mask_type=None, window_size=None,
+    bottom_right_diagonal=None, is_first_microbatch=None, checkpoint_core_attention=False, inference_params=None,
+    rotary_pos_emb=None, core_attention_bias_type="no_bias", core_attention_bias=None, alibi_slopes=None,
+    cu_seqlens_q=None, cu_seqlens_kv=None, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, max_seqlen_q=None,
+    max_seqlen_kv=None, fast_zero_fill=True, pad_between_seqs=None""")
+
+
+class MultiheadAttention(Placed, OnOneRank, modules.MultiheadAttention):
     """:class:`fp4engine.MultiheadAttention` with all positional arguments and formats of TransformerEngine's.
 
     Args:
@@ -51,138 +57,57 @@ class MultiheadAttention(OnOneRank, modules.MultiheadAttention):
     projection_class = Linear
     norm_classes = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}  # noqa: RUF012 - as in the base class
 
-    def __init__(
-        self,
-        hidden_size: int,
-        num_attention_heads: int,
-        kv_channels: int | None = None,
-        attention_dropout: float = 0.1,
-        layernorm_epsilon: float = 1e-5,
-        init_method: Callable[[Tensor], Any] | None = None,
-        output_layer_init_method: Callable[[Tensor], Any] | None = None,
-        layer_number: int | None = None,
-        attn_mask_type: str = "causal",
-        window_size: Window = None,
-        bottom_right_diagonal: bool | None = None,
-        tp_group: Any = None,
-        tp_size: int = 1,
-        num_gqa_groups: int | None = None,
-        fuse_wgrad_accumulation: bool = False,
-        get_rng_state_tracker: Callable[[], Any] | None = None,
-        sequence_parallel: bool = False,
-        params_dtype: torch.dtype | None = None,
-        return_bias: bool = False,
-        return_layernorm_output: bool = False,
-        input_layernorm: bool = False,
-        attention_type: str = "self",
-        set_parallel_mode: bool = False,
-        fuse_qkv_params: bool = False,
-        zero_centered_gamma: bool = False,
-        qkv_weight_interleaved: bool = True,
-        rotary_pos_interleaved: bool = False,
-        ub_overlap_ag: bool = False,
-        ub_overlap_rs: bool = False,
-        ub_overlap_rs_dgrad: bool = False,
-        ub_bulk_dgrad: bool = False,
-        ub_bulk_wgrad: bool = False,
-        bias: bool = True,
-        normalization: str = "LayerNorm",
-        device: torch.device | str | None = None,
-        qkv_format: str = "sbhd",
-        name: str | None = None,
-        qk_norm_type: str | None = None,
-        qk_norm_eps: float = 1e-6,
-        qk_norm_before_rope: bool = False,
-        seq_length: int | None = None,
-        micro_batch_size: int | None = None,
-        softmax_type: str = "vanilla",
-        *,
-        recipe: Any = None,
-    ) -> None:
-        require_one_rank("MultiheadAttention", tp_size=tp_size, tp_group=tp_group)
-        require_one_of("qkv_format", qkv_format, QKV_FORMATS)
-        kind = plain_kind(attn_mask_type)
-        super().__init__(
-            hidden_size,
-            num_attention_heads,
-            kv_channels,
-            attention_dropout,
-            layernorm_epsilon,
-            init_method=init_method,
-            output_layer_init_method=output_layer_init_method,
-            attn_mask_type=kind,
-            bottom_right_diagonal=bottom_right_diagonal,
-            num_gqa_groups=num_gqa_groups,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            params_dtype=params_dtype,
-            return_bias=return_bias,
-            return_layernorm_output=return_layernorm_output,
-            input_layernorm=input_layernorm,
-            attention_type=attention_type,
-            fuse_qkv_params=fuse_qkv_params,
-            zero_centered_gamma=zero_centered_gamma,
-            qkv_weight_interleaved=qkv_weight_interleaved,
-            rotary_pos_interleaved=rotary_pos_interleaved,
-            bias=bias,
-            normalization=normalization,
-            device=device,
-            qkv_format="sbhd" if qkv_format == "thd" else qkv_format,
-            name=name,
-            qk_norm_type=qk_norm_type,
-            qk_norm_eps=qk_norm_eps,
-            qk_norm_before_rope=qk_norm_before_rope,
-            softmax_type=softmax_type,
-            recipe=recipe,
-        )
+    ARGUMENTS = """hidden_size, num_attention_heads, kv_channels=None, attention_dropout=0.1, layernorm_epsilon=1e-5,
+        init_method=None, output_layer_init_method=None, layer_number=None, attn_mask_type="causal", window_size=None,
+        bottom_right_diagonal=None, tp_group=None, tp_size=1, num_gqa_groups=None, fuse_wgrad_accumulation=False,
+        get_rng_state_tracker=None, sequence_parallel=False, params_dtype=None, return_bias=False,
+        return_layernorm_output=False, input_layernorm=False, attention_type="self", set_parallel_mode=False,
+        fuse_qkv_params=False, zero_centered_gamma=False, qkv_weight_interleaved=True, rotary_pos_interleaved=False,
+        ub_overlap_ag=False, ub_overlap_rs=False, ub_overlap_rs_dgrad=False, ub_bulk_dgrad=False, ub_bulk_wgrad=False,
+        bias=True, normalization="LayerNorm", device=None, qkv_format="sbhd", name=None, qk_norm_type=None,
+        qk_norm_eps=1e-6, qk_norm_before_rope=False, seq_length=None, micro_batch_size=None, softmax_type="vanilla",
+        *, recipe=None"""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        given = self._bound(args, kwargs)
+        require_one_rank("MultiheadAttention", tp_size=given["tp_size"], tp_group=given["tp_group"])
+        layout, name = given["qkv_format"], given["name"]
+        require_one_of("qkv_format", layout, QKV_FORMATS)
+        kind = given["attn_mask_type"] = plain_kind(given["attn_mask_type"])
+        plain = {**given, "qkv_format": "sbhd" if layout == "thd" else layout}
+        super().__init__(**rest_of(plain, "layer_number", "window_size"))
         for part, called in _CALLED.items():
             if name and hasattr(self, part):
                 getattr(self, part).name = f"{name}.{called}"
-        self.layout, self.proj.return_bias = qkv_format, return_bias
+        self.layout, self.proj.return_bias = layout, given["return_bias"]
         self.core_attention = DotProductAttention(
-            num_attention_heads,
+            self.num_attention_heads,
             self.head_size,
             self.num_gqa_groups,
-            attention_dropout,
-            qkv_format,
+            given["attention_dropout"],
+            layout,
             kind,
-            window_size,
-            bottom_right_diagonal,
-            layer_number=layer_number,
-            attention_type=attention_type,
+            given["window_size"],
+            given["bottom_right_diagonal"],
+            layer_number=given["layer_number"],
+            attention_type=given["attention_type"],
         )
 
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self,
-        hidden_states: Tensor,
-        attention_mask: Masked = None,
-        encoder_output: Tensor | None = None,
-        attn_mask_type: str | None = None,
-        window_size: Window = None,
-        bottom_right_diagonal: bool | None = None,
-        is_first_microbatch: bool | None = None,
-        checkpoint_core_attention: bool = False,
-        inference_params: InferenceParams | None = None,
-        rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None = None,
-        core_attention_bias_type: str = "no_bias",
-        core_attention_bias: Tensor | None = None,
-        alibi_slopes: Tensor | None = None,
-        cu_seqlens_q: Tensor | None = None,
-        cu_seqlens_kv: Tensor | None = None,
-        cu_seqlens_q_padded: Tensor | None = None,
-        cu_seqlens_kv_padded: Tensor | None = None,
-        max_seqlen_q: int | None = None,
-        max_seqlen_kv: int | None = None,
-        fast_zero_fill: bool = True,
-        pad_between_seqs: bool | None = None,
-    ) -> Any:
+    @FORWARD.of
+    def forward(self, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Attend from ``hidden_states``, laid out by ``qkv_format``; arguments as in :class:`DotProductAttention`.
 
         Returns:
             The shape of ``hidden_states``, or a tuple ``(y[, bias][, normalised input])``.
         """
+        given = FORWARD.bind("MultiheadAttention.forward", args, kwargs)
+        inp, other = cast_by_autocast(given.pop("hidden_states")), given.pop("encoder_output")
+        other = None if other is None else cast_by_autocast(other)
+        is_first_microbatch, angles = given.pop("is_first_microbatch"), given.pop("rotary_pos_emb")
+        for ends in ("cu_seqlens_{}", "cu_seqlens_{}_padded"):
+            if given[ends.format("kv")] is None:
+                given[ends.format("kv")] = given[ends.format("q")]
         is_packed = self.layout == "thd"
-        inp = cast_by_autocast(hidden_states)
-        other = None if encoder_output is None else cast_by_autocast(encoder_output)
         if is_packed:
             inp, other = inp[:, None], None if other is None else other[:, None]
         query, key, value, normalized = self._project(inp, other, is_first_microbatch)
@@ -192,38 +117,24 @@ class MultiheadAttention(OnOneRank, modules.MultiheadAttention):
             query, key, value = (t[:, 0] for t in (query, key, value))
         if self.qk_norm_before_rope:
             query, key = self._normalize(query, key)
-        if rotary_pos_emb is not None:
-            pair = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
-            starts = None if inference_params is None else inference_params.get_seqlens_pre_step()
-            of_query, of_key = cu_seqlens_q, cu_seqlens_kv
-            if pad_between_seqs is not False and cu_seqlens_q_padded is not None:
-                of_query, of_key = cu_seqlens_q_padded, cu_seqlens_kv_padded
-            ends = of_query, of_query if of_key is None else of_key
-            query, key = (
-                apply_rotary_pos_emb(t, angles, self.layout, starts, self.rotary_pos_interleaved, cu_seqlens=end)
-                for t, angles, end in zip((query, key), pair, ends, strict=True)
-            )
+        if angles is not None:
+            query, key = self._turned(query, key, angles, given)
         if not self.qk_norm_before_rope:
             query, key = self._normalize(query, key)
-        context = self.core_attention(
-            query,
-            key,
-            value,
-            attention_mask,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_kv=cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv,
-            cu_seqlens_q_padded=cu_seqlens_q_padded,
-            cu_seqlens_kv_padded=cu_seqlens_q_padded if cu_seqlens_kv_padded is None else cu_seqlens_kv_padded,
-            attn_mask_type=attn_mask_type,
-            window_size=window_size,
-            bottom_right_diagonal=bottom_right_diagonal,
-            checkpoint_core_attention=checkpoint_core_attention,
-            core_attention_bias_type=core_attention_bias_type,
-            core_attention_bias=core_attention_bias,
-            alibi_slopes=alibi_slopes,
-            inference_params=inference_params,
-        )
-        projected = self.proj(context, is_first_microbatch)
+        projected = self.proj(self.core_attention(query, key, value, **given), is_first_microbatch)
         if normalized is None:
             return projected
         return (*projected, normalized) if isinstance(projected, tuple) else (projected, normalized)
+
+    def _turned(self, query: Tensor, key: Tensor, angles: Any, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Query and key turned by ``angles``, or each by its own of a pair, by the arguments of the forward."""
+        pair = angles if isinstance(angles, tuple) else (angles, angles)
+        cache: InferenceParams | None = given["inference_params"]
+        starts = None if cache is None else cache.get_seqlens_pre_step()
+        is_padded = given["pad_between_seqs"] is not False and given["cu_seqlens_q_padded"] is not None
+        ends = [given[f"cu_seqlens_{which}{'_padded' if is_padded else ''}"] for which in ("q", "kv")]
+        turned = [
+            apply_rotary_pos_emb(t, own, self.layout, starts, self.rotary_pos_interleaved, cu_seqlens=end)
+            for t, own, end in zip((query, key), pair, ends, strict=True)
+        ]
+        return turned[0], turned[1]

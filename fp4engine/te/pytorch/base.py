@@ -1,7 +1,7 @@
 """What TransformerEngine's modules with weights have in common."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -16,34 +16,31 @@ from fp4engine.modules.inputs import cast_by_autocast
 from fp4engine.modules.quantized_weight import QuantizedWeight, casts_of
 from fp4engine.modules.te_arguments import te_device
 from fp4engine.quantizers.factory import make_quantizer
-from fp4engine.recipe import CustomRecipe, DelayedScaling, Recipe
+from fp4engine.recipe import DelayedScaling, Recipe
 from fp4engine.roles import TENSOR_TYPES
 from fp4engine.roles import QuantizerRole as FrozenRole
-from fp4engine.te.common.recipe import Answering, answered, as_frozen
+from fp4engine.te.common.recipe import answered, as_frozen
 from fp4engine.te.pytorch import regions
+from fp4engine.te.pytorch.arguments import ONE_RANK, Placed, rest_of
 from fp4engine.te.pytorch.constants import GemmParallelModes
 from fp4engine.te.pytorch.custom_recipes.gemm import custom_linear
 from fp4engine.te.pytorch.delayed_wgrad import DelayWgrad, Run
 from fp4engine.te.pytorch.extra_state import ExtraState
 from fp4engine.te.pytorch.main_grad import overwrites_main_grad
 from fp4engine.te.pytorch.module_states import MODES, ModuleStates, recipe_in_force, weights_as_recorded
-from fp4engine.te.pytorch.quantized_tensor import QuantizedTensor, Quantizer
-from fp4engine.te.pytorch.recipe_state import AnyRecipe, RecipeState
+from fp4engine.te.pytorch.recipe_state import AnyRecipe
 from fp4engine.te.pytorch.roles import QuantizerRole, require_role
 from fp4engine.te.pytorch.state_manager import FP8GlobalStateManager
+from fp4engine.te.pytorch.stored_weights import dress_weights
 from fp4engine.te.pytorch.tensor import (
-    Float8CurrentScalingQuantizer,
     Float8Quantizer,
     HybridQuantizedTensor,
-    HybridQuantizer,
-    IdentityQuantizer,
 )
-from fp4engine.tensor import QuantizedTensor as Operands
 
 Init = Callable[[Tensor], Any]
 
 
-class TransformerEngineBaseModule(ExtraState):
+class TransformerEngineBaseModule(Placed, ExtraState):
     """What TransformerEngine's modules with weights have in common.
 
     Attributes:
@@ -66,28 +63,28 @@ class TransformerEngineBaseModule(ExtraState):
     _output_role: QuantizerRole | None = None
     _grad_input_role: QuantizerRole | None = None
 
-    def _begin(
-        self,
-        alone: Mapping[str, Any],
-        get_rng_state_tracker: Callable[[], Any] | None = None,
-        rng_tracker_name: str | None = None,
-        delay_wgrad_compute: bool = False,
-    ) -> None:
-        """Prepare the module before the constructor of fp4engine's module runs.
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._construct(self._bound(args, kwargs))
 
-        Args:
-            alone: arguments that are accepted on one rank only.
-        """
+    def _construct(self, given: dict[str, Any]) -> None:
+        """Construct fp4engine's module by the arguments ``given``, less what only TransformerEngine has."""
         torch.nn.Module.__init__(self)
-        require_one_rank(type(self).__name__, **alone)
-        if get_rng_state_tracker is not None:
-            require_callable("get_rng_state_tracker", get_rng_state_tracker)
-        if get_rng_state_tracker is not None and rng_tracker_name is not None:
-            self._init_context = partial(_forked, get_rng_state_tracker, rng_tracker_name)
-        self.delay_wgrad_compute = delay_wgrad_compute
+        require_one_rank(type(self).__name__, **{name: given[name] for name in ONE_RANK if name in given})
+        tracker, state = given["get_rng_state_tracker"], given.get("rng_tracker_name")
+        if tracker is not None:
+            require_callable("get_rng_state_tracker", tracker)
+        if tracker is not None and state is not None:
+            self._init_context = partial(_forked, tracker, state)
+        self.delay_wgrad_compute = given["delay_wgrad_compute"]
         self._stored_by = regions.thread.stores_by
         self._delayed: list[Callable[[], None]] = []
         self._additions: list[Callable[[], None]] = []
+        theirs = rest_of(given, "delay_wgrad_compute", "save_original_input")
+        if theirs.get("recipe") is not None:
+            theirs["recipe"] = as_frozen(theirs["recipe"])
+        super().__init__(**theirs)
+        self.save_original_input = given.get("save_original_input", False)
+        self._built(given["bias"])
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out of copies the weight gradients still to be computed, which belong to this module's weights."""
@@ -102,21 +99,7 @@ class TransformerEngineBaseModule(ExtraState):
                 part.overwrites = overwrites_main_grad
                 part.later = self._additions if self.delay_wgrad_compute else None
         if self._stored_by is not None:
-            self._dress_weights(self._stored_by)
-
-    def _dress_weights(self, recipe: Recipe) -> None:
-        """Make weights that are stored as codes the tensors that TransformerEngine makes by this recipe."""
-        roles = self.get_quantizer_roles(fwd=True, num_quantizers=0)
-        made_by = weight_quantizers(recipe, roles)
-        weights = [(name, weight) for name, weight in self.named_parameters(recurse=False) if weight.ndim == 2]
-        for index, (name, weight) in enumerate(weights):
-            quantizer = made_by[min(index, len(made_by) - 1)] if made_by else None
-            stored = None if quantizer is None else _dressed(weight, quantizer)
-            if stored is not None:
-                parameter = torch.nn.Parameter(stored, weight.requires_grad)
-                if isinstance(weight, QuantizedWeight):
-                    parameter._high_precision_init_val = weight.get_high_precision_init_val()  # pyright: ignore
-                setattr(self, name, parameter)
+            dress_weights(self, self._stored_by)
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Initialise the parameters; those on ``meta`` get memory first, where TransformerEngine would place them.
@@ -386,37 +369,6 @@ class TransformerEngineBaseModule(ExtraState):
     def quantizers(self) -> dict[str, list[Any]]:
         """Quantizers of :attr:`fp8_meta`: input, weight, output in ``scaling_fwd``, gradients in ``scaling_bwd``."""
         return self._made().quantizers
-
-
-def weight_quantizers(recipe: Recipe, roles: Sequence[QuantizerRole | None]) -> list[Quantizer]:
-    """The quantizers of the weights among ``roles``; none by a recipe that TransformerEngine does not have."""
-    if isinstance(recipe, CustomRecipe):
-        factory: Any = recipe.qfactory.factory if isinstance(recipe.qfactory, Answering) else recipe.qfactory
-        made = [factory(role) for role in roles if role is not None and role.tensor_type == "weight"]
-        return [quantizer for quantizer in made if isinstance(quantizer, Quantizer)]
-    try:
-        state = RecipeState.create(recipe, mode="forward", num_quantizers=len(roles), roles=list(roles))
-    except ValueError:
-        return []
-    made = zip(roles, state.make_quantizers(), strict=True)
-    return [quantizer for role, quantizer in made if role is not None and role.tensor_type == "weight"]
-
-
-def _dressed(weight: Tensor, quantizer: Quantizer) -> QuantizedTensor | None:
-    """``weight`` as a tensor of ``quantizer``, of the operands that it is stored as; None if it stays what it is."""
-    if not isinstance(weight, QuantizedWeight):
-        return quantizer(weight.detach()) if isinstance(quantizer, IdentityQuantizer | HybridQuantizer) else None
-    if isinstance(quantizer, Float8Quantizer):  # stored weights are scaled by their own amax
-        quantizer = Float8CurrentScalingQuantizer(quantizer.dtype)
-    if casts_of(quantizer.frozen()) != casts_of(weight.quantizer):
-        return None
-    row, col = weight.rowwise, None
-    if isinstance(quantizer, HybridQuantizer):
-        again = weight.quantizer.columnwise_source == "rowwise_dequantized"
-        col = weight.quantizer.requantize(row, None) if again else weight.columnwise
-    elif hasattr(weight, "columnwise_codes"):
-        col = weight.columnwise
-    return quantizer.of(Operands(weight.shape, weight.dtype, row, col))
 
 
 def _forked(get_rng_state_tracker: Callable[[], Any], name: str) -> Any:

@@ -16,6 +16,7 @@ from torch import Tensor
 from fp4engine.arguments import require_integer, require_one_of, shown
 from fp4engine.functional.attention import MASK_TYPES, AttentionMask, attention, require_core_attention_bias
 from fp4engine.modules.te_arguments import refuse
+from fp4engine.te.pytorch.arguments import Arguments, Placed
 from fp4engine.te.pytorch.base import require_one_rank
 from fp4engine.te.pytorch.constants import QKV_FORMATS, AttnTypes
 from fp4engine.te.pytorch.extra_state import ExtraState
@@ -47,7 +48,16 @@ class OnOneRank(torch.nn.Module):
         refuse(type(self).__name__, cp_group=(cp_group, None))
 
 
-class DotProductAttention(OnOneRank, ExtraState):
+FORWARD = Arguments("""query_layer, key_layer, value_layer, attention_mask=None, qkv_format=None, cu_seqlens_q=None,
+    cu_seqlens_kv=None, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, max_seqlen_q=None, max_seqlen_kv=None,
+    attn_mask_type=None, window_size=None, bottom_right_diagonal=None, checkpoint_core_attention=False,
+    core_attention_bias_type="no_bias", core_attention_bias=None, alibi_slopes=None, fast_zero_fill=True,
+    inference_params=None, pad_between_seqs=None, fp8_output=False, bf16_backward=False, num_splits=1, score_mod=None,
+    score_mod_bprop=None, score_mod_tensors=None, score_mod_bprop_tensors=None, qkv_layer=None, kv_layer=None,
+    qkv_interleave_dim=-3""")
+
+
+class DotProductAttention(Placed, OnOneRank, ExtraState):
     """``softmax(q k^T * softmax_scale + bias) v``; no parameters.
 
     Args:
@@ -67,91 +77,42 @@ class DotProductAttention(OnOneRank, ExtraState):
 
     __call__: Callable[..., Tensor]
 
-    def __init__(
-        self,
-        num_attention_heads: int,
-        kv_channels: int | tuple[int, int],
-        num_gqa_groups: int | None = None,
-        attention_dropout: float = 0.0,
-        qkv_format: str = "sbhd",
-        attn_mask_type: str = "causal",
-        window_size: Window = None,
-        bottom_right_diagonal: bool | None = None,
-        sequence_parallel: bool = False,
-        tp_size: int = 1,
-        get_rng_state_tracker: Callable[[], Any] | None = None,
-        tp_group: Any = None,
-        layer_number: int | None = None,
-        attention_type: str = "self",
-        cp_group: Any = None,
-        cp_global_ranks: list[int] | None = None,
-        cp_stream: Any = None,
-        cp_comm_type: str = "p2p",
-        softmax_scale: float | None = None,
-        softmax_type: str = "vanilla",
-        return_max_logit: bool | None = False,
-        name: str | None = None,
-    ) -> None:
+    ARGUMENTS = """num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0, qkv_format="sbhd",
+        attn_mask_type="causal", window_size=None, bottom_right_diagonal=None, sequence_parallel=False, tp_size=1,
+        get_rng_state_tracker=None, tp_group=None, layer_number=None, attention_type="self", cp_group=None,
+        cp_global_ranks=None, cp_stream=None, cp_comm_type="p2p", softmax_scale=None, softmax_type="vanilla",
+        return_max_logit=False, name=None"""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        given = self._bound(args, kwargs)
         super().__init__()
-        require_one_rank("DotProductAttention", tp_size=tp_size, tp_group=tp_group)
-        max_logit = return_max_logit or False, False
+        require_one_rank("DotProductAttention", tp_size=given["tp_size"], tp_group=given["tp_group"])
         refuse(
             "DotProductAttention",
-            cp_group=(cp_group, None),
-            softmax_type=(softmax_type, "vanilla"),
-            return_max_logit=max_logit,
+            cp_group=(given["cp_group"], None),
+            softmax_type=(given["softmax_type"], "vanilla"),
+            return_max_logit=(given["return_max_logit"] or False, False),
         )
-        require_one_of("qkv_format", qkv_format, QKV_FORMATS)
-        require_one_of("attn_mask_type", plain_kind(attn_mask_type), MASK_TYPES)
-        require_one_of("attention_type", attention_type, AttnTypes)
-        _require_window(window_size)
-        groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
-        if groups < 1 or num_attention_heads % groups:
-            raise ValueError(f"num_attention_heads={num_attention_heads} must be a multiple of num_gqa_groups={groups}")
-        self.num_attention_heads, self.num_gqa_groups = num_attention_heads, groups
+        self.qkv_format, self.attn_mask_type = given["qkv_format"], plain_kind(given["attn_mask_type"])
+        self.attention_type, self.window_size = given["attention_type"], given["window_size"]
+        require_one_of("qkv_format", self.qkv_format, QKV_FORMATS)
+        require_one_of("attn_mask_type", self.attn_mask_type, MASK_TYPES)
+        require_one_of("attention_type", self.attention_type, AttnTypes)
+        _require_window(self.window_size)
+        heads, groups, sizes = given["num_attention_heads"], given["num_gqa_groups"], given["kv_channels"]
+        groups = heads if groups is None else groups
+        if groups < 1 or heads % groups:
+            raise ValueError(f"num_attention_heads={heads} must be a multiple of num_gqa_groups={groups}")
+        self.num_attention_heads, self.num_gqa_groups = heads, groups
         self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v = (
-            kv_channels if isinstance(kv_channels, tuple) else (kv_channels, kv_channels)
+            sizes if isinstance(sizes, tuple) else (sizes, sizes)
         )
-        self.qkv_format, self.attention_dropout = qkv_format, attention_dropout
-        self.attn_mask_type, self.window_size = plain_kind(attn_mask_type), window_size
-        self.bottom_right_diagonal, self.softmax_scale = bottom_right_diagonal, softmax_scale
-        self.attention_type, self.layer_number = attention_type, 1 if layer_number is None else layer_number
-        self.name = name
+        self.attention_dropout, self.bottom_right_diagonal = given["attention_dropout"], given["bottom_right_diagonal"]
+        self.softmax_scale, self.name = given["softmax_scale"], given["name"]
+        self.layer_number = 1 if given["layer_number"] is None else given["layer_number"]
 
-    def forward(
-        self,
-        query_layer: Tensor,
-        key_layer: Tensor,
-        value_layer: Tensor,
-        attention_mask: Masked = None,
-        qkv_format: str | None = None,
-        cu_seqlens_q: Tensor | None = None,
-        cu_seqlens_kv: Tensor | None = None,
-        cu_seqlens_q_padded: Tensor | None = None,
-        cu_seqlens_kv_padded: Tensor | None = None,
-        max_seqlen_q: int | None = None,
-        max_seqlen_kv: int | None = None,
-        attn_mask_type: str | None = None,
-        window_size: Window = None,
-        bottom_right_diagonal: bool | None = None,
-        checkpoint_core_attention: bool = False,
-        core_attention_bias_type: str = "no_bias",
-        core_attention_bias: Tensor | None = None,
-        alibi_slopes: Tensor | None = None,
-        fast_zero_fill: bool = True,
-        inference_params: InferenceParams | None = None,
-        pad_between_seqs: bool | None = None,
-        fp8_output: bool | None = False,
-        bf16_backward: bool | None = False,
-        num_splits: int | None = 1,
-        score_mod: Callable[..., Any] | None = None,
-        score_mod_bprop: Callable[..., Any] | None = None,
-        score_mod_tensors: dict[str, Tensor] | None = None,
-        score_mod_bprop_tensors: dict[str, Tensor] | None = None,
-        qkv_layer: Tensor | None = None,
-        kv_layer: Tensor | None = None,
-        qkv_interleave_dim: int = -3,
-    ) -> Tensor:
+    @FORWARD.of
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Attend: [S, B, H, D] -> [S, B, H D], [B, S, H, D] -> [B, S, H D], or [N, H, D] -> [N, H D].
 
         Args:
@@ -167,58 +128,65 @@ class DotProductAttention(OnOneRank, ExtraState):
         Raises:
             NotImplementedError: a quantized output, packed inputs, or a function of the scores.
         """
+        given = FORWARD.bind("DotProductAttention.forward", args, kwargs)
         refuse(
             "DotProductAttention.forward",
-            fp8_output=(fp8_output or False, False),
-            score_mod=(score_mod, None),
-            qkv_layer=(qkv_layer, None),
-            kv_layer=(kv_layer, None),
+            fp8_output=(given["fp8_output"] or False, False),
+            **{name: (given[name], None) for name in ("score_mod", "qkv_layer", "kv_layer")},
         )
-        self._require_shapes(query_layer, key_layer, value_layer)
-        layout = qkv_format or self.qkv_format
+        tensors: tuple[Tensor, Tensor, Tensor] = given["query_layer"], given["key_layer"], given["value_layer"]
+        self._require_shapes(*tensors)
+        layout = given["qkv_format"] or self.qkv_format
         require_one_of("qkv_format", layout, QKV_FORMATS)
-        kind = self.attn_mask_type if attn_mask_type is None else plain_kind(attn_mask_type)
-        require_one_of("attn_mask_type", kind, MASK_TYPES)
-        window = self.window_size if window_size is None else window_size
-        if window is not None:
-            window = check_set_window_size(kind, window)
-        diagonal = self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal
-        slopes = None
-        if alibi_slopes is not None and core_attention_bias_type != "alibi":
-            raise ValueError(
-                "alibi_slopes goes with core_attention_bias_type='alibi' and with nothing else, got "
-                f"{core_attention_bias_type!r}"
-            )
-        if core_attention_bias_type == "alibi":
-            slopes = alibi_slopes if alibi_slopes is not None else _slopes(self.num_attention_heads, query_layer.device)
-        else:
-            require_one_of("core_attention_bias_type", core_attention_bias_type, ("no_bias", "post_scale_bias"))
-        require_core_attention_bias(core_attention_bias_type, core_attention_bias)
-        dropout = self.attention_dropout if self.training else 0.0
-        call = _Call(kind, window, diagonal, core_attention_bias, slopes, dropout, self.softmax_scale)
-        tensors = (query_layer, key_layer, value_layer)
-        if inference_params is not None:
-            if not isinstance(inference_params, InferenceParams):
-                raise ValueError(f"inference_params must be an InferenceParams or None, got {shown(inference_params)}")
-            if attention_mask is not None and "padding" in kind:
+        call, mask, cache = self._call_of(given), given["attention_mask"], given["inference_params"]
+        ends_q, ends_kv = given["cu_seqlens_q"], given["cu_seqlens_kv"]
+        if cache is not None:
+            if not isinstance(cache, InferenceParams):
+                raise ValueError(f"inference_params must be an InferenceParams or None, got {shown(cache)}")
+            if mask is not None and "padding" in call.kind:
                 raise ValueError("attention_mask is not read beside inference_params; pass the lengths as cu_seqlens_q")
-            return self._with_cache(call, layout, tensors, inference_params, cu_seqlens_q)
+            return self._with_cache(call, layout, tensors, cache, ends_q)
         if layout == "thd":
-            return _packed(call, tensors, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded)
+            padded = given["cu_seqlens_q_padded"], given["cu_seqlens_kv_padded"]
+            return _packed(call, tensors, ends_q, ends_kv, *padded)
         order = (0, 2, 1, 3) if layout == "bshd" else (1, 2, 0, 3)
         query, key, value = (t.permute(order) for t in tensors)
-        if "padding" in kind and attention_mask is None and cu_seqlens_q is not None:
-            counts = cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
-            masks = [
-                _past(lengths.diff(), size)
-                for lengths, size in ((cu_seqlens_q, query.shape[2]), (counts, key.shape[2]))
-            ]
-            attention_mask = masks[0], masks[1]
-        if checkpoint_core_attention:
-            context = torch.utils.checkpoint.checkpoint(call, query, key, value, attention_mask, use_reentrant=False)
+        if "padding" in call.kind and mask is None and ends_q is not None:
+            pairs = (ends_q, query), (ends_q if ends_kv is None else ends_kv, key)
+            padding = [_past(ends.diff(), tensor.shape[2]) for ends, tensor in pairs]
+            mask = padding[0], padding[1]
+        if given["checkpoint_core_attention"]:
+            context = torch.utils.checkpoint.checkpoint(call, query, key, value, mask, use_reentrant=False)
         else:
-            context = call(query, key, value, attention_mask)
+            context = call(query, key, value, mask)
         return context.permute(0, 2, 1, 3).flatten(2) if layout == "bshd" else context.permute(2, 0, 1, 3).flatten(2)
+
+    def _call_of(self, given: dict[str, Any]) -> "_Call":
+        """What the arguments of a forward, and the module's own where they are None, say of masks, biases and slopes.
+
+        Raises:
+            ValueError: arguments that do not go together.
+        """
+        kind = self.attn_mask_type if given["attn_mask_type"] is None else plain_kind(given["attn_mask_type"])
+        require_one_of("attn_mask_type", kind, MASK_TYPES)
+        window = self.window_size if given["window_size"] is None else given["window_size"]
+        window = None if window is None else check_set_window_size(kind, window)
+        diagonal = given["bottom_right_diagonal"]
+        diagonal = self.bottom_right_diagonal if diagonal is None else diagonal
+        bias_type, bias, slopes = (
+            given[name] for name in ("core_attention_bias_type", "core_attention_bias", "alibi_slopes")
+        )
+        if slopes is not None and bias_type != "alibi":
+            raise ValueError(
+                f"alibi_slopes goes with core_attention_bias_type='alibi' and with nothing else, got {bias_type!r}"
+            )
+        if bias_type != "alibi":
+            require_one_of("core_attention_bias_type", bias_type, ("no_bias", "post_scale_bias"))
+        elif slopes is None:
+            slopes = _slopes(self.num_attention_heads, given["query_layer"].device)
+        require_core_attention_bias(bias_type, bias)
+        dropout = self.attention_dropout if self.training else 0.0
+        return _Call(kind, window, diagonal, bias, slopes, dropout, self.softmax_scale)
 
     def _with_cache(
         self,

@@ -13,9 +13,8 @@ from fp4engine.arguments import require_one_of
 from fp4engine.checkpoint import checkpoint as recompute
 from fp4engine.environment import read_flag
 from fp4engine.modules.model_init import refuse_parts
-from fp4engine.modules.split_linear import ParametersSplit, SplitLinear
-from fp4engine.te.common.recipe import as_frozen
-from fp4engine.te.pytorch.base import Init, TransformerEngineBaseModule, quantizers_of, refuse_fp8_tensors
+from fp4engine.modules.split_linear import SplitLinear
+from fp4engine.te.pytorch.base import TransformerEngineBaseModule, quantizers_of, refuse_fp8_tensors
 from fp4engine.te.pytorch.norm import LayerNorm, RMSNorm
 from fp4engine.te.pytorch.padding import Fp8Padding, Fp8Unpadding
 from fp4engine.te.pytorch.roles import QuantizerRole
@@ -55,55 +54,11 @@ class Linear(TransformerEngineBaseModule, SplitLinear):
 
     __call__: Callable[..., Tensor]  # for type checkers; a tuple of tensors where return_bias asks for one
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        sequence_parallel: bool = False,
-        fuse_wgrad_accumulation: bool = False,
-        tp_group: Any = None,
-        tp_size: int = 1,
-        get_rng_state_tracker: Callable[[], Any] | None = None,
-        rng_tracker_name: str | None = None,
-        init_method: Init | None = None,
-        bias: bool = True,
-        return_bias: bool = False,
-        params_dtype: torch.dtype | None = None,
-        parallel_mode: str | None = None,
-        parameters_split: ParametersSplit = None,
-        device: torch.device | str | None = None,
-        ub_overlap_ag: bool = False,
-        ub_overlap_rs: bool = False,
-        ub_overlap_rs_dgrad: bool = False,
-        ub_bulk_dgrad: bool = False,
-        ub_bulk_wgrad: bool = False,
-        ub_name: str | None = None,
-        delay_wgrad_compute: bool = False,
-        symmetric_ar_type: str | None = None,
-        save_original_input: bool = False,
-        name: str | None = None,
-        *,
-        recipe: Any = None,
-    ) -> None:
-        alone = {"tp_group": tp_group, "tp_size": tp_size, "symmetric_ar_type": symmetric_ar_type}
-        alone["parallel_mode"] = parallel_mode
-        self._begin(alone, get_rng_state_tracker, rng_tracker_name, delay_wgrad_compute)
-        SplitLinear.__init__(
-            self,
-            in_features,
-            out_features,
-            init_method=init_method,
-            bias=bias,
-            return_bias=return_bias,
-            params_dtype=params_dtype,
-            parameters_split=parameters_split,
-            device=device,
-            name=name,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            recipe=None if recipe is None else as_frozen(recipe),
-        )
-        self.save_original_input = save_original_input
-        self._built(bias)
+    ARGUMENTS = """in_features, out_features, sequence_parallel=False, fuse_wgrad_accumulation=False, tp_group=None,
+        tp_size=1, get_rng_state_tracker=None, rng_tracker_name=None, init_method=None, bias=True, return_bias=False,
+        params_dtype=None, parallel_mode=None, parameters_split=None, device=None, ub_overlap_ag=False,
+        ub_overlap_rs=False, ub_overlap_rs_dgrad=False, ub_bulk_dgrad=False, ub_bulk_wgrad=False, ub_name=None,
+        delay_wgrad_compute=False, symmetric_ar_type=None, save_original_input=False, name=None, *, recipe=None"""
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -131,61 +86,12 @@ class LayerNormLinear(TransformerEngineBaseModule, modules.LayerNormLinear):
         NotImplementedError: more than one rank, or ``symmetric_ar_type``.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        eps: float = 1e-5,
-        sequence_parallel: bool = False,
-        fuse_wgrad_accumulation: bool = False,
-        tp_group: Any = None,
-        tp_size: int = 1,
-        get_rng_state_tracker: Callable[[], Any] | None = None,
-        init_method: Init | None = None,
-        bias: bool = True,
-        normalization: str = "LayerNorm",
-        return_bias: bool = False,
-        params_dtype: torch.dtype | None = None,
-        parallel_mode: str | None = None,
-        return_layernorm_output: bool = False,
-        return_layernorm_output_gathered: bool = False,
-        parameters_split: ParametersSplit = None,
-        zero_centered_gamma: bool = False,
-        device: torch.device | str | None = None,
-        ub_overlap_ag: bool = False,
-        ub_overlap_rs: bool = False,
-        ub_overlap_rs_dgrad: bool = False,
-        ub_bulk_wgrad: bool = False,
-        ub_bulk_dgrad: bool = False,
-        ub_name: str | None = None,
-        delay_wgrad_compute: bool = False,
-        symmetric_ar_type: str | None = None,
-        name: str | None = None,
-        *,
-        recipe: Any = None,
-    ) -> None:
-        alone = {"tp_group": tp_group, "tp_size": tp_size, "symmetric_ar_type": symmetric_ar_type}
-        alone["parallel_mode"] = parallel_mode
-        self._begin(alone, get_rng_state_tracker, None, delay_wgrad_compute)
-        modules.LayerNormLinear.__init__(
-            self,
-            in_features,
-            out_features,
-            eps,
-            normalization=normalization,
-            zero_centered_gamma=zero_centered_gamma,
-            return_layernorm_output=return_layernorm_output,
-            init_method=init_method,
-            bias=bias,
-            return_bias=return_bias,
-            params_dtype=params_dtype,
-            parameters_split=parameters_split,
-            device=device,
-            name=name,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            recipe=None if recipe is None else as_frozen(recipe),
-        )
-        self._built(bias)
+    ARGUMENTS = """in_features, out_features, eps=1e-5, sequence_parallel=False, fuse_wgrad_accumulation=False,
+        tp_group=None, tp_size=1, get_rng_state_tracker=None, init_method=None, bias=True, normalization="LayerNorm",
+        return_bias=False, params_dtype=None, parallel_mode=None, return_layernorm_output=False,
+        return_layernorm_output_gathered=False, parameters_split=None, zero_centered_gamma=False, device=None,
+        ub_overlap_ag=False, ub_overlap_rs=False, ub_overlap_rs_dgrad=False, ub_bulk_wgrad=False, ub_bulk_dgrad=False,
+        ub_name=None, delay_wgrad_compute=False, symmetric_ar_type=None, name=None, *, recipe=None"""
 
     def forward(
         self,
@@ -217,67 +123,17 @@ class LayerNormMLP(TransformerEngineBaseModule, modules.LayerNormMLP):
         NotImplementedError: more than one rank, or ``symmetric_ar_type``.
     """
 
-    def __init__(
-        self,
-        hidden_size: int,
-        ffn_hidden_size: int,
-        eps: float = 1e-5,
-        sequence_parallel: bool = False,
-        return_bias: bool = False,
-        get_rng_state_tracker: Callable[[], Any] | None = None,
-        tp_group: Any = None,
-        tp_size: int = 1,
-        init_method: Init | None = None,
-        bias: bool = True,
-        normalization: str = "LayerNorm",
-        activation: str = "gelu",
-        activation_params: dict[str, float] | None = None,
-        output_layer_init_method: Init | None = None,
-        fuse_wgrad_accumulation: bool = False,
-        params_dtype: torch.dtype | None = None,
-        return_layernorm_output: bool = False,
-        return_layernorm_output_gathered: bool = False,
-        seq_length: int | None = None,
-        micro_batch_size: int | None = None,
-        set_parallel_mode: bool = False,
-        zero_centered_gamma: bool = False,
-        device: torch.device | str | None = None,
-        ub_overlap_ag: bool = False,
-        name: str | None = None,
-        ub_overlap_rs: bool = False,
-        ub_overlap_rs_dgrad: bool = False,
-        ub_bulk_dgrad: bool = False,
-        ub_bulk_wgrad: bool = False,
-        delay_wgrad_compute: bool = False,
-        symmetric_ar_type: str | None = None,
-        checkpoint: bool = False,
-        *,
-        recipe: Any = None,
-    ) -> None:
-        alone = {"tp_group": tp_group, "tp_size": tp_size, "symmetric_ar_type": symmetric_ar_type}
-        self._begin(alone, get_rng_state_tracker, None, delay_wgrad_compute)
-        modules.LayerNormMLP.__init__(
-            self,
-            hidden_size,
-            ffn_hidden_size,
-            eps,
-            normalization=normalization,
-            zero_centered_gamma=zero_centered_gamma,
-            activation=activation,
-            activation_params=activation_params,
-            bias=bias,
-            init_method=init_method,
-            output_layer_init_method=output_layer_init_method,
-            return_bias=return_bias,
-            return_layernorm_output=return_layernorm_output,
-            params_dtype=params_dtype,
-            device=device,
-            name=name,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            recipe=None if recipe is None else as_frozen(recipe),
-        )
-        self.checkpoint = checkpoint
-        self._built(bias)
+    ARGUMENTS = """hidden_size, ffn_hidden_size, eps=1e-5, sequence_parallel=False, return_bias=False,
+        get_rng_state_tracker=None, tp_group=None, tp_size=1, init_method=None, bias=True, normalization="LayerNorm",
+        activation="gelu", activation_params=None, output_layer_init_method=None, fuse_wgrad_accumulation=False,
+        params_dtype=None, return_layernorm_output=False, return_layernorm_output_gathered=False, seq_length=None,
+        micro_batch_size=None, set_parallel_mode=False, zero_centered_gamma=False, device=None, ub_overlap_ag=False,
+        name=None, ub_overlap_rs=False, ub_overlap_rs_dgrad=False, ub_bulk_dgrad=False, ub_bulk_wgrad=False,
+        delay_wgrad_compute=False, symmetric_ar_type=None, checkpoint=False, *, recipe=None"""
+
+    def _construct(self, given: dict[str, Any]) -> None:
+        self.checkpoint = given.pop("checkpoint")
+        super()._construct(given)
 
     def get_quantizer_roles(self, *, fwd: bool, num_quantizers: int) -> list[QuantizerRole | None]:
         """As in :class:`Linear`, for fc1 and fc2; the output of fc1 is the input of fc2."""
@@ -324,68 +180,36 @@ class GroupedLinear(TransformerEngineBaseModule, modules.GroupedLinear):
     weight: Tensor  # where single_grouped_weight
     bias: Tensor  # where single_grouped_bias
 
-    def __init__(
-        self,
-        num_gemms: int,
-        in_features: int,
-        out_features: int,
-        sequence_parallel: bool = False,
-        fuse_wgrad_accumulation: bool = False,
-        tp_group: Any = None,
-        tp_size: int = 1,
-        get_rng_state_tracker: Callable[[], Any] | None = None,
-        rng_tracker_name: str | None = None,
-        init_method: Init | None = None,
-        bias: bool = True,
-        return_bias: bool = False,
-        params_dtype: torch.dtype | None = None,
-        parallel_mode: str | None = None,
-        device: torch.device | str | None = None,
-        ub_overlap_rs: bool = False,
-        ub_overlap_ag: bool = False,
-        ub_name: str | None = None,
-        delay_wgrad_compute: bool = False,
-        save_original_input: bool = False,
-        single_grouped_weight: bool = False,
-        single_grouped_bias: bool = False,
-        name: str | None = None,
-        use_grouped_tensor: bool | None = None,
-    ) -> None:
-        if (single_grouped_weight or single_grouped_bias) and not read_flag(SINGLE_PARAMETER, default=False):
+    ARGUMENTS = """num_gemms, in_features, out_features, sequence_parallel=False, fuse_wgrad_accumulation=False,
+        tp_group=None, tp_size=1, get_rng_state_tracker=None, rng_tracker_name=None, init_method=None, bias=True,
+        return_bias=False, params_dtype=None, parallel_mode=None, device=None, ub_overlap_rs=False,
+        ub_overlap_ag=False, ub_name=None, delay_wgrad_compute=False, save_original_input=False,
+        single_grouped_weight=False, single_grouped_bias=False, name=None, use_grouped_tensor=None"""
+
+    def _construct(self, given: dict[str, Any]) -> None:
+        joins = {kind: given.pop(f"single_grouped_{kind}") for kind in ("weight", "bias")}
+        if any(joins.values()) and not read_flag(SINGLE_PARAMETER, default=False):
             warnings.warn(
-                f"GroupedLinear(single_grouped_weight={single_grouped_weight}, single_grouped_bias="
-                f"{single_grouped_bias}) keeps a parameter for each slice, since {SINGLE_PARAMETER} is not 1",
-                stacklevel=2,
+                f"GroupedLinear(single_grouped_weight={joins['weight']}, single_grouped_bias={joins['bias']}) keeps a "
+                f"parameter for each slice, since {SINGLE_PARAMETER} is not 1",
+                stacklevel=3,
             )
-            single_grouped_weight = single_grouped_bias = False
-        if single_grouped_weight:
+            joins = dict.fromkeys(joins, False)
+        if joins["weight"]:
             refuse_parts("single_grouped_weight=False")
-            if fuse_wgrad_accumulation:
+            if given["fuse_wgrad_accumulation"]:
                 raise NotImplementedError(
                     "GroupedLinear(single_grouped_weight=True) with fuse_wgrad_accumulation=True is not implemented; "
                     "leave one of them out"
                 )
-        require_one_of("use_grouped_tensor", use_grouped_tensor, (None, False, True))
-        alone = {"tp_group": tp_group, "tp_size": tp_size, "parallel_mode": parallel_mode}
-        self._begin(alone, get_rng_state_tracker, rng_tracker_name, delay_wgrad_compute)
-        modules.GroupedLinear.__init__(
-            self,
-            num_gemms,
-            in_features,
-            out_features,
-            init_method=init_method,
-            bias=bias,
-            return_bias=return_bias,
-            params_dtype=params_dtype,
-            device=device,
-            name=name,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-        )
-        self.name, self.save_original_input = name or "", save_original_input
-        self._built(bias)
-        self.single_grouped_weight, self.single_grouped_bias = single_grouped_weight, single_grouped_bias and bias
+        require_one_of("use_grouped_tensor", given.pop("use_grouped_tensor"), (None, False, True))
+        super()._construct(given)
+        self.name = given["name"] or ""
+        self.single_grouped_weight = joins["weight"]
+        self.single_grouped_bias = joins["bias"] and given["bias"]
         for kind in self._joined():
-            parts: list[Tensor] = [self._parameters.pop(f"{kind}{index}") for index in range(num_gemms)]  # pyright: ignore[reportAssignmentType]
+            names = [f"{kind}{index}" for index in range(given["num_gemms"])]
+            parts: list[Tensor] = [self._parameters.pop(name) for name in names]  # pyright: ignore[reportAssignmentType]
             self.register_parameter(kind, torch.nn.Parameter(torch.stack([part.detach() for part in parts])))
 
     def _joined(self) -> list[str]:
