@@ -339,7 +339,6 @@ def test_positions_are_transformer_engines() -> None:
         (lambda: Linear(16, 16, symmetric_ar_type="two_shot"), "symmetric_ar_type"),
         (lambda: Linear(16, 16)(torch.ones(4, 16), fp8_output=True), "fp8_output"),
         (lambda: TransformerLayer(16, 16, 2, softmax_type="off-by-one"), "softmax_type"),
-        (lambda: optimizers.FusedAdam([torch.ones(1)], store_param_remainders=True), "store_param_remainders"),
     ],
 )
 def test_what_is_not_there_is_refused_by_name(make, said) -> None:

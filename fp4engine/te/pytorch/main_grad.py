@@ -20,12 +20,10 @@ class FirstOfStep:
     """
 
     def __init__(self, buffer: Tensor) -> None:
-        self.buffer: Any = buffer
+        self.buffer = buffer
 
     def __bool__(self) -> bool:
-        waits = getattr(self.buffer, "waits_for_first", False)
-        self.buffer.waits_for_first = False
-        return waits
+        return vars(self.buffer).pop("waits_for_first", False)
 
 
 def overwrites_main_grad(weight: Tensor, is_first_microbatch: bool, is_training: bool) -> Any:
@@ -38,5 +36,5 @@ def overwrites_main_grad(weight: Tensor, is_first_microbatch: bool, is_training:
     if torch.compiler.is_dynamo_compiling() or not isinstance(buffer, Tensor):
         return is_first_microbatch
     if is_first_microbatch and weight.requires_grad and (is_training or torch.is_grad_enabled()) and not in_backward():
-        buffer.waits_for_first = True
+        vars(buffer)["waits_for_first"] = True
     return FirstOfStep(buffer)

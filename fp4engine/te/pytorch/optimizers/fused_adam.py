@@ -113,9 +113,11 @@ class FusedAdam(ZeroGrad, torch.optim.Adam):
         Raises:
             RuntimeError: a parameter is stored as codes, and there are no ``master_weights``.
         """
-        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        scale: Tensor | None = getattr(self, "grad_scale", None)
+        found: Tensor | None = getattr(self, "found_inf", None)
         if (given := scaler.get("grad_scaler")) is not None:
-            scale, found = given._get_scale_async(), sum(given._check_inf_per_device(self).values())
+            scale = given._get_scale_async()
+            found = torch.stack([*given._check_inf_per_device(self).values()]).sum()
         loss = None
         if closure is not None:
             with torch.enable_grad():
