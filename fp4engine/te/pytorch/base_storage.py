@@ -309,7 +309,7 @@ class QuantizedTensorStorage:
     def view(self, *shape: Any) -> Any:
         """The same bytes under other leading axes."""
         flat = shape[0] if len(shape) == 1 and isinstance(shape[0], Iterable) else shape
-        shape = torch.empty(self.shape, device="meta").view(*flat).shape
+        shape = torch.empty(self.shape, dtype=torch.uint8, device="meta").view(*flat).shape
         view = type(self)(**self._viewed(shape))
         view._told_shape = shape
         return view

@@ -104,7 +104,7 @@ def rectangle(part: Tensor, cols: int) -> tuple[slice, slice] | None:
     """Which rows and columns of a contiguous tensor [..., cols] its view ``part`` shows; None if it is no rectangle."""
     if not part.ndim or not part.numel() or part.shape[-1] > cols:
         return None
-    whole = torch.empty((*part.shape[:-1], cols), device="meta").stride()
+    whole = torch.empty((*part.shape[:-1], cols), dtype=torch.uint8, device="meta").stride()
     if part.stride() != whole and part.numel() > 1:
         return None
     first_row, first_col = divmod(int(part.storage_offset()), cols)

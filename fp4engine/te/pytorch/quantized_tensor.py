@@ -84,7 +84,7 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: igno
         found = (getattr(item, "device", None) for item in given.values())
         place = torch.device(device or next(filter(None, found), "cuda" if torch.cuda.is_available() else "cpu"))
         whole = tuple(shape)
-        lies = torch.empty(whole, device="meta").stride() if stride is None else tuple(stride)
+        lies = torch.empty(whole, dtype=torch.uint8, device="meta").stride() if stride is None else tuple(stride)
         made = torch.Tensor._make_wrapper_subclass(
             cls,
             whole,
@@ -328,7 +328,7 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: igno
         if not self._TENSORS and not self._WORDS:
             raise NotImplementedError(f"{type(self).__name__} class does not support tensor views")
         if func in WHOLE:
-            shape = func(torch.empty(self.shape, device="meta"), *args, **kwargs).shape
+            shape = func(torch.empty(self.shape, dtype=torch.uint8, device="meta"), *args, **kwargs).shape
             view = self._around(self, shape, self._viewed(shape))
             view._is_part = self._is_part
             return view

@@ -162,7 +162,7 @@ class BlockTensor(BlockStorage, QuantizedTensor):
 
     @classmethod
     def _parted(cls, tensor: Any, func: Any, args: Any, kwargs: Any) -> Any:
-        made = func(torch.empty(tensor.shape, device="meta"), *args, **kwargs)
+        made = func(torch.empty(tensor.shape, dtype=torch.uint8, device="meta"), *args, **kwargs)
         alone = isinstance(made, Tensor)
         views: list[Any] = []
         for part in [made] if alone else made:

@@ -173,7 +173,7 @@ def _part_of_transpose(transpose: Tensor, shape: torch.Size, func: Any, args: An
     """What ``func`` makes of the codes of a tensor of ``shape`` that lie as its transpose; None if it cannot."""
     if func is not torch.ops.aten.as_strided.default:
         return func(transpose.movedim(0, -1), *args, **kwargs)
-    part = func(torch.empty(shape, device="meta"), *args, **kwargs)  # strides are those of the tensor
+    part = func(torch.empty(shape, dtype=torch.uint8, device="meta"), *args, **kwargs)  # strides are those of the tensor
     found = rectangle(part, shape[-1])
     if found is None or part.ndim != 2 or found[0].stop > matrix_shape(shape)[0]:
         return None
