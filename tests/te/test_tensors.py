@@ -246,8 +246,14 @@ def test_strides_of_a_part_are_those_of_the_whole() -> None:
         whole = quantizer(x)
         moved = whole.as_strided((62, 32), (32, 1), 32)
         assert type(moved) is type(whole) and torch.equal(moved.dequantize(), whole.dequantize()[1:63])
-        columnwise = moved.operands.columnwise
-        assert columnwise is None or torch.equal(columnwise.dequantize(torch.bfloat16).T, whole.dequantize()[1:63])
+        part = whole[2:60, 8:24].detach()
+        assert (part.stride(), part.storage_offset()) == ((32, 1), 2 * 32 + 8)
+        for view, values in (
+            (moved, whole.dequantize()[1:63]),
+            (part.as_strided((59, 16), (32, 1), 5 * 32 + 16), whole.dequantize()[5:, 16:]),  # of what it is a part of
+        ):
+            assert torch.equal(view.dequantize(), values)
+            assert torch.equal(view.operands.columnwise.dequantize(torch.bfloat16).T, values)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])

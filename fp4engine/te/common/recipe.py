@@ -246,7 +246,9 @@ class CustomRecipe(Recipe):
     by_place = ("qfactory", "fp8_format", "fp8_dpa", "fp8_mha", "backward_override", "quantization_alignment")
 
     def _make(self, **fields: Any) -> frozen.Recipe:
-        factory = fields.pop("qfactory")
+        factory, alignment = fields.pop("qfactory"), fields.get("quantization_alignment", 1)
+        if isinstance(alignment, int) and alignment < 1:
+            raise ValueError(f"quantization_alignment must be positive, got {alignment}")
         return super()._make(qfactory=Answering(factory) if callable(factory) else factory, **fields)
 
 
@@ -290,7 +292,7 @@ class Answering:
         if isinstance(answer, DelayedScalingRequest):
             return _delayed(answer, role)
         if isinstance(answer, Quantizer):
-            return answer.frozen(role_stream(role))
+            return answer.used(role_stream(role))
         if isinstance(answer, FrozenQuantizer):
             return answer
         raise ValueError(

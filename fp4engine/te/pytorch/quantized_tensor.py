@@ -78,9 +78,9 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: igno
         """
         if fake_dtype is not None and fake_dtype != dtype:
             raise ValueError(f"fake_dtype must be dtype={dtype} or None, got {fake_dtype}")
-        values = given.get("hp_data")
-        if values is not None:  # high precision lies as it was given
-            stride, storage_offset = values.stride(), values.storage_offset()
+        lies_like = cls._lies_like(given)
+        if lies_like is not None and tuple(lies_like.shape) == tuple(shape):
+            stride, storage_offset = lies_like.stride(), int(lies_like.storage_offset())
         found = (getattr(item, "device", None) for item in given.values())
         place = torch.device(device or next(filter(None, found), "cuda" if torch.cuda.is_available() else "cpu"))
         whole = tuple(shape)
@@ -267,6 +267,11 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: igno
             setattr(self, name, tensor)
 
     @classmethod
+    def _lies_like(cls, given: dict[str, Any]) -> Tensor | None:
+        """The argument of the constructor that lies in memory as the tensor does; None if that is contiguous."""
+        return None
+
+    @classmethod
     def _parted(cls, tensor: Any, func: Any, args: Any, kwargs: Any) -> Any:
         """What ``func`` makes of what is stored, as tensors of this kind; None if it would tear blocks apart."""
         return None
@@ -296,6 +301,9 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: igno
             if func in NEW:
                 shape = first.shape if func is aten.empty_like.default else args[1]
                 return first._empty(shape, **kwargs)
+            if func is aten.record_stream.default:
+                first._like(lambda tensor: func(tensor, *args[1:]) or tensor)
+                return None
             if func.is_view:
                 views = first._view_by(func, args[1:], kwargs)
                 if views is None:

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from fp4engine.arguments import shown
+from fp4engine.ops import Form
 from fp4engine.ops.rng import follows_torch
 from fp4engine.quantizers.base import Quantizer as FrozenQuantizer
 from fp4engine.te.pytorch.base_storage import QuantizedTensorStorage
 from fp4engine.te.pytorch.constants import DType
+from fp4engine.tensor import Operand
 from fp4engine.tensor import QuantizedTensor as Operands
 
 
@@ -47,6 +49,16 @@ class Quantizer:
     def frozen(self, stream: int = 0) -> FrozenQuantizer:
         """fp4engine's quantizer with the settings as they are now, drawing from ``stream``."""
         raise NotImplementedError(f"{type(self).__name__} does not say how it quantizes: define frozen()")
+
+    @property
+    def only_casts(self) -> bool:
+        """Whether :meth:`frozen` does all that :meth:`quantize_impl` does."""
+        return type(self).quantize_impl is Quantizer.quantize_impl
+
+    def used(self, stream: int = 0) -> FrozenQuantizer:
+        """fp4engine's quantizer that does all that :meth:`quantize_impl` does, for modules."""
+        frozen = self.frozen(stream)
+        return frozen if self.only_casts else ByMethod.of(self, frozen)
 
     def __repr__(self) -> str:
         usage = f"rowwise_usage={self.rowwise_usage}, columnwise_usage={self.columnwise_usage}"
@@ -115,17 +127,42 @@ class Quantizer:
         """What constructors of tensors are told beside tensors."""
         return {}
 
-    def _operands(self, tensor: Tensor) -> Operands:
-        return self.cast_sides(decoded(tensor), rowwise=self.rowwise_usage, columnwise=self.columnwise_usage)
+    def _operands(self, tensor: Tensor, **given: Any) -> Operands:
+        """The sides in use, by what modules tell: arguments of fp4engine's quantizers."""
+        sides: dict[str, Any] = {"rowwise": self.rowwise_usage, "columnwise": self.columnwise_usage}
+        return self.cast_sides(decoded(tensor), **{**given, **sides})
 
     def cast_sides(self, values: Tensor, **arguments: Any) -> Operands:
         """What :meth:`frozen` makes of ``values``, by random bits of PyTorch's generator for their device."""
         frozen = self.frozen()
-        draw = None
-        if frozen.is_stochastic and follows_torch():
-            draw = torch.empty(2, dtype=torch.int64, device=values.device).random_()
-        made = frozen.quantize(values if values.ndim else values[None], rng=draw, **arguments)
+        if frozen.is_stochastic and arguments.get("rng") is None and follows_torch():
+            arguments["rng"] = torch.empty(2, dtype=torch.int64, device=values.device).random_()
+        made = frozen.quantize(values if values.ndim else values[None], **arguments)
         return Operands(values.shape, made.dtype, made.rowwise, made.columnwise)
+
+    def sides(self, values: Tensor, rowwise: bool, columnwise: bool, **given: Any) -> Operands:
+        """The operands that :meth:`quantize_impl` makes.
+
+        Raises:
+            ValueError: it is a script's own, and has not made a side, or is to scale by amaxes of a group.
+        """
+        made_by = self.copy()
+        made_by.set_usage(rowwise=rowwise, columnwise=columnwise)
+        if type(self).quantize_impl is Quantizer.quantize_impl:
+            return made_by._operands(values, **given)
+        if given.get("rowwise_amax") is not None or given.get("columnwise_amax") is not None:
+            raise ValueError(f"{self!r} quantizes by quantize_impl(), which cannot share amaxes over a group")
+        made = made_by.quantize_impl(values).operands
+        for side, is_wanted in (("rowwise", rowwise), ("columnwise", columnwise)):
+            if is_wanted and getattr(made, side) is None:
+                raise ValueError(f"quantize_impl() of {self!r} has made no {side} side, which a product reads")
+        return made
+
+    def columnwise_of(self, values: Tensor, **given: Any) -> Operand:
+        """The columnwise operand of what the rowwise one has decoded to."""
+        made = self.sides(values, False, True, **given).columnwise
+        assert made is not None
+        return made
 
     def multi_quantize(self, list_of_tensors: Iterable[Tensor]) -> list[Any]:
         """Each of the tensors quantized."""
@@ -259,6 +296,33 @@ class Quantizer:
         if type(settings.get("dtype")) is int:
             vars(made)["dtype"] = DType(settings["dtype"])
         return made
+
+
+class ByMethod(FrozenQuantizer):
+    """What modules use for a quantizer that does more than cast: it is asked for each tensor."""
+
+    asked: Quantizer
+
+    @classmethod
+    def of(cls, asked: Quantizer, frozen: FrozenQuantizer) -> "ByMethod":
+        """``asked``, which casts as ``frozen`` says."""
+        made = cls(frozen.rowwise_spec, frozen.columnwise_spec, frozen.columnwise_source, frozen.stream, frozen.backend)
+        object.__setattr__(made, "asked", asked)
+        return made
+
+    def quantize(self, x: Any, *, rowwise: bool = True, columnwise: bool = True, **given: Any) -> Operands:
+        return self.asked.sides(x, rowwise, columnwise, **given)
+
+    __call__ = quantize
+
+    def requantize(self, operand: Operand, rng: Tensor | None, form: Form = "codes") -> Operand:
+        return self.asked.columnwise_of(self.decoded(operand), rng=rng, columnwise_form=form)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ByMethod) and self.asked is other.asked and super().__eq__(other)
+
+    def __hash__(self) -> int:
+        return hash((id(self.asked), super().__hash__()))
 
 
 class _Quantize(torch.autograd.Function):

@@ -19,6 +19,7 @@ from fp4engine.te.pytorch.tensor import (
     HybridQuantizer,
     IdentityQuantizer,
 )
+from fp4engine.tensor import Operand
 from fp4engine.tensor import QuantizedTensor as Operands
 
 
@@ -58,10 +59,14 @@ def _dressed(weight: Tensor, quantizer: Quantizer) -> QuantizedTensor | None:
         quantizer = Float8CurrentScalingQuantizer(quantizer.dtype)
     if casts_of(quantizer.frozen()) != casts_of(weight.quantizer):
         return None
-    row, col = weight.rowwise, None
+    # Without gradients the weight is for inference, as in TransformerEngine, and no backward pass will read it.
+    col = _columnwise(weight, quantizer) if torch.is_grad_enabled() else None
+    return quantizer.of(Operands(weight.shape, weight.dtype, weight.rowwise, col))
+
+
+def _columnwise(weight: QuantizedWeight, quantizer: Quantizer) -> Operand | None:
+    """The columnwise operand, if it is stored, or belongs to another side."""
     if isinstance(quantizer, HybridQuantizer):
         again = weight.quantizer.columnwise_source == "rowwise_dequantized"
-        col = weight.quantizer.requantize(row, None) if again else weight.columnwise
-    elif hasattr(weight, "columnwise_codes"):
-        col = weight.columnwise
-    return quantizer.of(Operands(weight.shape, weight.dtype, row, col))
+        return weight.quantizer.requantize(weight.rowwise, None) if again else weight.columnwise
+    return weight.columnwise if hasattr(weight, "columnwise_codes") else None

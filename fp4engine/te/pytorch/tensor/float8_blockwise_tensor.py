@@ -13,6 +13,7 @@ from fp4engine.reference import round_outer_amax
 from fp4engine.reference.scaling import block_amax
 from fp4engine.te.pytorch.constants import DType, fp8_element
 from fp4engine.te.pytorch.layout import ScaleLayout, matrix_shape, remember, remembered, transposed_shape, up_to
+from fp4engine.te.pytorch.quantizer import decoded
 from fp4engine.te.pytorch.tensor.block_storage import SIDES, BlockQuantizer, BlockStorage, BlockTensor
 from fp4engine.te.pytorch.tensor.float8_tensor import require_epsilon
 from fp4engine.tensor import Operand
@@ -182,9 +183,21 @@ class Float8BlockQuantizer(BlockQuantizer):
     def frozen(self, stream: int = 0) -> FrozenQuantizer:
         element = fp8_element("Float8BlockQuantizer", self.dtype)
         spec = fp8_block(element, 128 if self.block_scaling_dim == 2 else 1, power_of_two=self.force_pow_2_scales)
+        return FrozenQuantizer(spec, spec, stream=stream)
+
+    @property
+    def only_casts(self) -> bool:
+        return super().only_casts and not self.amax_epsilon
+
+    def _operands(self, tensor: Tensor, **given: Any) -> Operands:
+        """A block whose amax is below ``amax_epsilon`` is cast as a whole tensor of that amax would be."""
+        made = super()._operands(tensor, **given)
         if not self.amax_epsilon:
-            return FrozenQuantizer(spec, spec, stream=stream)
-        return _LeastAmax(spec, spec, stream=stream).by(self.amax_epsilon)
+            return made
+        matrix = decoded(tensor).reshape(matrix_shape(made.shape))
+        row = made.rowwise and _with_floor(made.rowwise, matrix, self.amax_epsilon)
+        col = made.columnwise and _with_floor(made.columnwise, matrix.T, self.amax_epsilon)
+        return Operands(made.shape, made.dtype, row, col)
 
     def storage_words(self) -> dict[str, Any]:
         return {"fp8_dtype": self.dtype, "is_2D_scaled": self.block_scaling_dim == 2}
@@ -198,49 +211,17 @@ class Float8BlockQuantizer(BlockQuantizer):
         return True
 
 
-class _LeastAmax(FrozenQuantizer):
-    """Scales blocks as if the largest magnitude of each were at least ``epsilon``.
-
-    A smaller block is then cast as a whole tensor of that amax would be.
-    """
-
-    epsilon: float
-
-    def by(self, epsilon: float) -> "_LeastAmax":
-        object.__setattr__(self, "epsilon", epsilon)
-        return self
-
-    def quantize(self, x: Any, **arguments: Any) -> Operands:
-        made = super().quantize(x, **arguments)
-        spec = self.rowwise_spec
-        assert spec is not None
-        matrix = x.detach().reshape(-1, x.shape[-1])
-        amax = torch.full((1,), self.epsilon, dtype=torch.float32, device=x.device)
-        whole = fp8(spec.element, power_of_two=spec.scale_rule.is_power_of_two)
-        floored = FrozenQuantizer(whole, whole, backend=self.backend)
-        row, col = made.rowwise, made.columnwise
-        if row is not None:
-            row = _with_floor(row, matrix, floored, amax)
-        if col is not None:
-            col = _with_floor(col, matrix.T, floored, amax)
-        return Operands(made.shape, made.dtype, row, col)
-
-    __call__ = quantize
-
-
-def _with_floor(side: Operand, matrix: Tensor, floored: FrozenQuantizer, amax: Tensor) -> Operand:
-    """``side`` of ``matrix`` with blocks whose amax is below ``amax`` as ``floored`` casts them."""
-    assert side.spec is not None and side.scale_inv is not None
-    whole = floored.rowwise_spec
-    assert whole is not None
-    amax = round_outer_amax(amax, whole)
-    other = floored.quantize(matrix, columnwise=False, rowwise_amax=amax).rowwise
+def _with_floor(side: Operand, matrix: Tensor, epsilon: float) -> Operand:
+    """``side`` of ``matrix`` with blocks whose amax is below ``epsilon`` as if that were their amax."""
+    spec = side.spec
+    assert spec is not None and side.scale_inv is not None
+    whole = fp8(spec.element, power_of_two=spec.scale_rule.is_power_of_two)
+    amax = round_outer_amax(torch.full((1,), epsilon, dtype=torch.float32, device=matrix.device), whole)
+    other = FrozenQuantizer(whole, whole).quantize(matrix, columnwise=False, rowwise_amax=amax).rowwise
     assert other is not None
     values = pad(matrix.float(), (0, side.data.shape[1] - side.cols))
-    is_small = block_amax(values.contiguous(), side.spec.block) < amax
-    width = side.spec.block[1]
+    is_small = block_amax(values.contiguous(), spec.block) < amax
     codes = pad(other.data, (0, side.data.shape[1] - other.data.shape[1]))
-    data = torch.where(is_small.repeat_interleave(width, 1), codes, side.data)
-    scale = amax / whole.numerator
-    scale_inv = torch.where(is_small, scale.to(side.scale_inv.dtype), side.scale_inv)
+    data = torch.where(is_small.repeat_interleave(spec.block[1], 1), codes, side.data)
+    scale_inv = torch.where(is_small, (amax / whole.numerator).to(side.scale_inv.dtype), side.scale_inv)
     return side._replace(data=data, scale_inv=scale_inv)

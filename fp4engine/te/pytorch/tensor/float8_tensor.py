@@ -13,8 +13,8 @@ from fp4engine.reference import round_outer_amax
 from fp4engine.reference.scaling import encode_scale
 from fp4engine.te.pytorch.base_storage import QuantizedTensorStorage
 from fp4engine.te.pytorch.constants import DType, fp8_element
-from fp4engine.te.pytorch.layout import codes, matrix_shape, rectangle, remember, remembered, transposed_shape
-from fp4engine.te.pytorch.quantized_tensor import QuantizedTensor, Quantizer
+from fp4engine.te.pytorch.layout import codes, matrix_shape, remember, remembered, transposed_shape
+from fp4engine.te.pytorch.quantized_tensor import QuantizedTensor, Quantizer, decoded
 from fp4engine.tensor import Operand
 from fp4engine.tensor import QuantizedTensor as Operands
 
@@ -145,16 +145,28 @@ class Float8Tensor(Float8TensorStorage, QuantizedTensor):
     """What :class:`Float8Quantizer` and :class:`Float8CurrentScalingQuantizer` make."""
 
     @classmethod
+    def _lies_like(cls, given: dict[str, Any]) -> Tensor | None:
+        data, transpose = given.get("data"), given.get("data_transpose")
+        if data is not None or transpose is None or transpose.ndim != 2 or transpose.stride(1) != 1:
+            return data
+        rows = max(transpose.stride(0), 1)  # of what the transpose is a part of
+        cols = transpose.untyped_storage().nbytes() // rows
+        col, row = divmod(int(transpose.storage_offset()), rows)
+        whole = torch.empty(rows * cols, dtype=torch.uint8, device="meta")
+        return whole.as_strided(transpose.shape[::-1], (cols, 1), row * cols + col)
+
+    @classmethod
     def _parted(cls, tensor: Any, func: Any, args: Any, kwargs: Any) -> Any:
         """Any view: elements have no scales of their own."""
-        data = None if tensor._data is None else func(tensor._data, *args, **kwargs)
+        like = cls._lies_like(tensor.get_metadata())
+        made = func(
+            torch.empty(tensor.shape, dtype=torch.uint8, device="meta") if like is None else like, *args, **kwargs
+        )
+        data = None if tensor._data is None else made
         turned = None
         if tensor._transpose is not None and (data is None or tensor.ndim > 1):
-            turned = _part_of_transpose(tensor._transpose, tensor.shape, func, args, kwargs)
-            if turned is None and data is None:
-                return None
-        made = data if data is not None else turned
-        if made is None:
+            turned = _part_of_transpose(tensor, made, func, args, kwargs)
+        if data is None and turned is None:
             return None
         alone = isinstance(made, Tensor)
         datas, turneds = ([part] if alone and part is not None else part for part in (data, turned))
@@ -169,28 +181,27 @@ class Float8Tensor(Float8TensorStorage, QuantizedTensor):
         return views[0] if alone else views
 
 
-def _part_of_transpose(transpose: Tensor, shape: torch.Size, func: Any, args: Any, kwargs: Any) -> Any:
-    """What ``func`` makes of the codes of a tensor of ``shape`` that lie as its transpose; None if it cannot."""
+def _part_of_transpose(tensor: Float8Tensor, made: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """What ``func``, which makes ``made`` of rowwise codes, makes of those of the transpose; None if it cannot."""
+    transpose = tensor._transpose
+    assert transpose is not None
     if func is not torch.ops.aten.as_strided.default:
         return func(transpose.movedim(0, -1), *args, **kwargs)
-    part = func(torch.empty(shape, dtype=torch.uint8, device="meta"), *args, **kwargs)  # strides are those of the tensor
-    found = rectangle(part, shape[-1])
-    if found is None or part.ndim != 2 or found[0].stop > matrix_shape(shape)[0]:
+    if tensor.ndim != 2 or made.ndim != 2 or not made.numel() or tensor.stride(1) != 1:
         return None
-    rows, cols = found
-    return transpose.flatten(1)[cols, rows].T
+    cols, rows = tensor.stride(0), transpose.stride(0)  # of what both are parts of
+    (row, col), (own_row, own_col) = (divmod(int(part.storage_offset()), cols) for part in (made, tensor))
+    is_part = made.stride() == (cols, 1) and row + made.shape[0] <= rows and col + made.shape[1] <= cols
+    if not is_part or transpose.storage_offset() != own_col * rows + own_row:
+        return None
+    return transpose.as_strided(tuple(made.shape[::-1]), (rows, 1), col * rows + row).T
 
 
-def with_shared_amax(quantizer: Quantizer, tensor: Tensor, group: Any) -> Operands:
-    """Operands whose outer amaxes are the largest over the ranks of ``group``."""
-    sides: dict[str, Any] = {"rowwise": quantizer.rowwise_usage, "columnwise": quantizer.columnwise_usage}
+def share_amax(amax: Tensor, group: Any) -> None:
+    """Let ``amax`` be the largest over the ranks of ``group``, by default of all."""
     if group is not None:
         require_member("amax_reduction_group", group)
-    row, col = quantizer.frozen().amax(tensor, **sides)
-    for amax in (row, col):
-        if amax is not None:
-            torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group)
-    return quantizer.cast_sides(tensor, **sides, rowwise_amax=row, columnwise_amax=col)
+    torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group)
 
 
 class _Float8Quantizer(Quantizer):
@@ -251,9 +262,21 @@ class Float8Quantizer(_Float8Quantizer):
         _require_number("Float8Quantizer", scale=scale, amax=amax)
         self.scale, self.amax, self.dtype = scale, amax, DType.cast(fp8_dtype)
 
+    @property
+    def only_casts(self) -> bool:
+        return False
+
     def frozen(self, stream: int = 0) -> FrozenQuantizer:
         spec = fp8(fp8_element("Float8Quantizer", self.dtype))
-        return _GivenScale(spec, spec, stream=stream).by(self.scale, self.amax)
+        return FrozenQuantizer(spec, spec, stream=stream)
+
+    def _operands(self, tensor: Tensor, **given: Any) -> Operands:
+        values = decoded(tensor)
+        own = _largest(values)
+        _collect(self.amax, own)
+        numerator = fp8_element("Float8Quantizer", self.dtype).max_value
+        amax = _unless_not_finite(own, (numerator / self.scale).view(1).to(values.device))
+        return super()._operands(values, **{**given, "rowwise_amax": amax, "columnwise_amax": amax})
 
     def scale_inv(self, amax: Tensor, numerator: float) -> Tensor:
         return torch.where(amax.isfinite(), 1.0 / self.scale.float().view(1).to(amax.device), amax)
@@ -276,32 +299,6 @@ def _collect(amax: Tensor, own: Tensor) -> None:
 def _unless_not_finite(own: Tensor, given: Tensor) -> Tensor:
     """``given`` [1], or ``own`` if that is an Inf or a NaN, so that a product is not silently finite."""
     return torch.where(own.isfinite(), given, own)
-
-
-class _GivenScale(FrozenQuantizer):
-    """One scale for every tensor, in place of each tensor's own."""
-
-    scale: Tensor
-    collected: Tensor
-
-    def by(self, scale: Tensor, amax: Tensor) -> "_GivenScale":
-        object.__setattr__(self, "scale", scale)
-        object.__setattr__(self, "collected", amax)
-        return self
-
-    def with_backend(self, backend: str) -> "_GivenScale":
-        spec = self.rowwise_spec
-        return _GivenScale(spec, spec, stream=self.stream, backend=backend).by(self.scale, self.collected)
-
-    def quantize(self, x: Any, **arguments: Any) -> Operands:
-        assert self.rowwise_spec is not None
-        own = _largest(x)
-        _collect(self.collected, own)
-        amax = _unless_not_finite(own, (self.rowwise_spec.numerator / self.scale).view(1).to(x.device))
-        given: dict[str, Any] = arguments | {"rowwise_amax": amax, "columnwise_amax": amax}
-        return super().quantize(x, **given)
-
-    __call__ = quantize
 
 
 class Float8CurrentScalingQuantizer(_Float8Quantizer):
@@ -343,55 +340,35 @@ class Float8CurrentScalingQuantizer(_Float8Quantizer):
         self.force_pow_2_scales = force_pow_2_scales
         self.amax_epsilon = require_epsilon("Float8CurrentScalingQuantizer", amax_epsilon)
 
-    def frozen(self, stream: int = 0) -> FrozenQuantizer:
-        element = fp8_element("Float8CurrentScalingQuantizer", self.dtype)
-        spec = fp8(element, power_of_two=self.force_pow_2_scales)
-        if not self.amax_epsilon:
-            return FrozenQuantizer(spec, spec, stream=stream)
-        return _LeastAmax(spec, spec, stream=stream).by(self.amax_epsilon)
+    @property
+    def only_casts(self) -> bool:
+        more = self.use_existing_amax or self.with_amax_reduction or self.amax_epsilon
+        return super().only_casts and not more
 
-    def _operands(self, tensor: Tensor) -> Operands:
-        if self.with_amax_reduction:
-            return with_shared_amax(self, tensor, self.amax_reduction_group)
-        if not self.use_existing_amax:
-            return super()._operands(tensor)
-        _require_number("Float8CurrentScalingQuantizer", amax=self.amax)
-        assert self.amax is not None
-        sides: dict[str, Any] = {"rowwise": self.rowwise_usage, "columnwise": self.columnwise_usage}
-        frozen = self.frozen()
-        assert frozen.rowwise_spec is not None
-        given = _unless_not_finite(_largest(tensor), self.amax.float().view(1).to(tensor.device))
-        given = round_outer_amax(given, frozen.rowwise_spec)
-        return frozen.quantize(tensor, **sides, rowwise_amax=given, columnwise_amax=given)
+    def frozen(self, stream: int = 0) -> FrozenQuantizer:
+        spec = fp8(fp8_element("Float8CurrentScalingQuantizer", self.dtype), power_of_two=self.force_pow_2_scales)
+        return FrozenQuantizer(spec, spec, stream=stream)
+
+    def _operands(self, tensor: Tensor, **given: Any) -> Operands:
+        if self.only_casts:
+            return super()._operands(tensor, **given)
+        values = decoded(tensor)
+        amax = given.get("rowwise_amax")
+        if self.use_existing_amax:
+            _require_number("Float8CurrentScalingQuantizer", amax=self.amax)
+            assert self.amax is not None
+            amax = _unless_not_finite(_largest(values), self.amax.float().view(1).to(values.device))
+        elif amax is None:
+            amax = _largest(values)
+            if self.with_amax_reduction:
+                share_amax(amax, self.amax_reduction_group)
+        spec = self.frozen().rowwise_spec
+        assert spec is not None
+        amax = round_outer_amax(amax.clamp(min=self.amax_epsilon), spec)
+        return super()._operands(values, **{**given, "rowwise_amax": amax, "columnwise_amax": amax})
 
     def is_requantization_safe(self) -> bool:
         return True
-
-
-class _LeastAmax(FrozenQuantizer):
-    """Scales a tensor as if its largest magnitude were at least ``epsilon``."""
-
-    epsilon: float
-
-    def by(self, epsilon: float) -> "_LeastAmax":
-        object.__setattr__(self, "epsilon", epsilon)
-        return self
-
-    def amax(self, x: Any, **arguments: Any) -> tuple[Tensor | None, Tensor | None]:
-        row, col = super().amax(x, **arguments)
-        spec = self.rowwise_spec
-        assert spec is not None
-        made = [None if own is None else round_outer_amax(own.clamp(min=self.epsilon), spec) for own in (row, col)]
-        return made[0], made[1]
-
-    def quantize(self, x: Any, **arguments: Any) -> Operands:
-        sides: dict[str, Any] = {name: arguments.get(name, True) for name in ("rowwise", "columnwise")}
-        row, col = self.amax(x, **sides)
-        given: dict[str, Any] = {"rowwise_amax": row, "columnwise_amax": col}
-        given |= {name: amax for name, amax in arguments.items() if amax is not None}
-        return super().quantize(x, **given)
-
-    __call__ = quantize
 
 
 def require_epsilon(name: str, amax_epsilon: float) -> float:

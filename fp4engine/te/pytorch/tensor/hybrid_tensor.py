@@ -182,12 +182,19 @@ class HybridQuantizedTensor(HybridQuantizedTensorStorage, QuantizedTensor):
     """What :class:`HybridQuantizer` makes."""
 
     @classmethod
+    def _lies_like(cls, given: dict[str, Any]) -> Tensor | None:
+        sides = (given.get(f"{side}_storage") for side in cls._SIDES)
+        return next((part for part in sides if isinstance(part, Tensor)), None)
+
+    @classmethod
     def _parted(cls, tensor: Any, func: Any, args: Any, kwargs: Any) -> Any:
         made: dict[str, Any] = {}
         for side in cls._SIDES:
             part = getattr(tensor, f"_{side}_storage")
             if part is not None:
                 whole = part if isinstance(part, QuantizedTensor) else None
+                if whole is not None and func is torch.ops.aten.as_strided.default and _lies(whole) != _lies(tensor):
+                    return None
                 made[side] = None if whole is None else type(whole)._parted(whole, func, args, kwargs)
                 if made[side] is None:
                     return None
@@ -205,6 +212,10 @@ class HybridQuantizedTensor(HybridQuantizedTensorStorage, QuantizedTensor):
             for row in rows
         ]
         return views[0] if alone else views
+
+
+def _lies(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.stride(), tensor.storage_offset()
 
 
 class HybridQuantizer(Quantizer):
@@ -261,6 +272,14 @@ class HybridQuantizer(Quantizer):
             ("rowwise", self.rowwise_quantizer, self.rowwise_usage),
             ("columnwise", self.columnwise_quantizer, self.columnwise_usage),
         ]
+
+    @property
+    def only_casts(self) -> bool:
+        is_own = type(self).quantize_impl is not HybridQuantizer.quantize_impl
+        return not is_own and all(by.only_casts for _, by, _ in self._each())
+
+    def columnwise_of(self, values: Tensor, **given: Any) -> Operand:
+        return self.columnwise_quantizer.columnwise_of(values, **given)
 
     def frozen(self, stream: int = 0) -> FrozenQuantizer:
         row: CastSpec | None = self.rowwise_quantizer.frozen().rowwise_spec

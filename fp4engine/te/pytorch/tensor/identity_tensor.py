@@ -78,6 +78,10 @@ class IdentityTensor(IdentityTensorStorage, QuantizedTensor):
     _shares_scales = False
 
     @classmethod
+    def _lies_like(cls, given: dict[str, Any]) -> Tensor | None:
+        return given.get("hp_data")
+
+    @classmethod
     def _parted(cls, tensor: Any, func: Any, args: Any, kwargs: Any) -> Any:
         made = func(tensor._hp_data, *args, **kwargs)
         parts = [
@@ -103,7 +107,7 @@ class IdentityQuantizer(Quantizer):
     def frozen(self, stream: int = 0) -> FrozenQuantizer:
         return FrozenQuantizer(stream=stream)
 
-    def _operands(self, tensor: Tensor) -> Operands:
+    def _operands(self, tensor: Tensor, **given: Any) -> Operands:
         return self.cast_sides(self.cast(tensor), rowwise=True, columnwise=False)
 
     def copy(self) -> "IdentityQuantizer":

@@ -19,7 +19,7 @@ from fp4engine.te.pytorch.base_storage import QuantizedTensorStorage
 from fp4engine.te.pytorch.layout import matrix_shape
 from fp4engine.te.pytorch.quantizer import Quantizer
 from fp4engine.te.pytorch.tensor.float8_blockwise_tensor import Float8BlockwiseQTensorStorage
-from fp4engine.te.pytorch.tensor.float8_tensor import Float8Quantizer, Float8TensorStorage
+from fp4engine.te.pytorch.tensor.float8_tensor import Float8TensorStorage
 from fp4engine.te.pytorch.tensor.hybrid_tensor import HybridQuantizedTensorStorage
 from fp4engine.te.pytorch.tensor.identity_tensor import IdentityTensorStorage
 from fp4engine.te.pytorch.tensor.mxfp8_tensor import MXFP8TensorStorage
@@ -115,8 +115,8 @@ def _parts(weight: Any, master: Tensor | None, start: int | None, target: Any) -
         )
     if weight.has("columnwise") and weight._get_quantizer().columnwise_source == "rowwise_dequantized":
         raise NotImplementedError(
-            "quantize_master_weights does not support columnwise_source='rowwise_dequantized', since that side is made "
-            "of the gathered rowwise one"
+            "quantize_master_weights is not implemented for columnwise_source='rowwise_dequantized', whose columnwise "
+            "side follows after the rowwise update/all-gather (TransformerEngine's #3158)"
         )
     for side, storage in sides:
         if not isinstance(storage, Float8TensorStorage | IdentityTensorStorage):
@@ -128,8 +128,8 @@ def _parts(weight: Any, master: Tensor | None, start: int | None, target: Any) -
     both = isinstance(target, HybridQuantizedTensorStorage)
     if len(sides) == 2 and master is not None and stop - first < count and not both:
         raise ValueError(
-            "quantize_master_weights cannot write both sides of a hybrid weight from a partial master shard: give it "
-            "the whole master weight, or drop the columnwise side"
+            "quantize_master_weights got a partial master shard of a hybrid weight with columnwise_source='original', "
+            "which needs full-master data; or drop the columnwise side"
         )
     return [
         _Part(storage, values, first, stop, getattr(target, f"_{side}_storage") if both else target)
@@ -203,7 +203,7 @@ def _write(part: _Part, amaxes: dict[str, Tensor]) -> None:
         assert spec is not None
         among = amax if not spec.block[1] else amax.repeat_interleave(spec.block[1], 1)[:, : matrix.shape[1]]
         values = torch.where(mine, matrix, among)
-        made = _encoded(weight, values.T if is_turned else values, side, amax)
+        made = _encoded(weight, values.T if is_turned else values, side)
         for name in weight._SIDES[side]:
             there: Tensor = getattr(weight, name)
             if name != weight._SIDES[side][0]:
@@ -213,13 +213,10 @@ def _write(part: _Part, amaxes: dict[str, Tensor]) -> None:
         weight.update_usage(columnwise_usage=False)  # of codes before this step
 
 
-def _encoded(weight: Any, values: Tensor, side: str, amax: Tensor) -> dict[str, Any]:
+def _encoded(weight: Any, values: Tensor, side: str) -> dict[str, Any]:
     """One side of ``values`` by attributes of the weight."""
     quantizer: Quantizer = weight._get_quantizer()
-    sides: dict[str, Any] = {name: name == side for name in SIDES}
-    if isinstance(quantizer, Float8Quantizer):
-        quantizer.amax.view(1).copy_(torch.maximum(quantizer.amax.view(1), amax.float()))
-    made = quantizer.cast_sides(values, **sides)
+    made = quantizer.sides(values, side == "rowwise", side == "columnwise")
     return type(weight)._encoded(Operands(weight.shape, weight._dtype, made.rowwise, made.columnwise), quantizer)
 
 

@@ -13,8 +13,9 @@ from fp4engine.quantizers.base import Quantizer as FrozenQuantizer
 from fp4engine.quantizers.nvfp4 import NVFP4Quantizer as FrozenNVFP4Quantizer
 from fp4engine.te.pytorch.constants import DType
 from fp4engine.te.pytorch.layout import ScaleLayout, matrix_shape, transposed_shape, up_to
+from fp4engine.te.pytorch.quantizer import decoded
 from fp4engine.te.pytorch.tensor.block_storage import BlockQuantizer, BlockStorage, BlockTensor
-from fp4engine.te.pytorch.tensor.float8_tensor import with_shared_amax
+from fp4engine.te.pytorch.tensor.float8_tensor import share_amax
 from fp4engine.tensor import Operand
 from fp4engine.tensor import QuantizedTensor as Operands
 
@@ -241,10 +242,19 @@ class NVFP4Quantizer(BlockQuantizer):
         amaxes = {f"_amax_{side}": ((rows,), torch.float32) for side in self._sides()}
         return {**super().inner_tensor_specs(shape), **amaxes}
 
-    def _operands(self, tensor: Tensor) -> Operands:
+    @property
+    def only_casts(self) -> bool:
+        return super().only_casts and not self.with_amax_reduction
+
+    def _operands(self, tensor: Tensor, **given: Any) -> Operands:
         if not self.with_amax_reduction:
-            return super()._operands(tensor)
-        return with_shared_amax(self, tensor, self.amax_reduction_group)
+            return super()._operands(tensor, **given)
+        values = decoded(tensor)
+        row, col = self.frozen().amax(values, rowwise=self.rowwise_usage, columnwise=self.columnwise_usage)
+        for amax in (row, col):
+            if amax is not None:
+                share_amax(amax, self.amax_reduction_group)
+        return super()._operands(values, **{**given, "rowwise_amax": row, "columnwise_amax": col})
 
     def is_quantizable(self, inp: Tensor) -> bool:
         rows = inp.numel() // max(inp.shape[-1], 1) if inp.ndim > 1 else 0
