@@ -28,7 +28,9 @@ PLACES = {
     "pytorch.attention.inference": "pytorch.inference",
     "pytorch.attention.multi_head_attention": "pytorch.attention",
     "pytorch.attention.dot_product_attention": "pytorch.dot_product_attention",
+    "pytorch.attention.dot_product_attention.dot_product_attention": "pytorch.dot_product_attention",
     "pytorch.attention.dot_product_attention.utils": "pytorch.dot_product_attention",
+    "pytorch.cpp_extensions.gemm": "pytorch.cpp_extensions",
     "pytorch.optimizers.multi_tensor_apply": "pytorch.multi_tensor",
     "pytorch.ops.basic.l2normalization": "pytorch.attention",
     "pytorch.fp8": "pytorch.quantization",
@@ -51,19 +53,18 @@ class _Alias(MetaPathFinder, Loader):
 
     def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         head, _, rest = fullname.partition(".")
-        if fullname == EXTENSION:
-            rest = "extension"
-        elif head != NAME:
+        if head not in (NAME, EXTENSION):
             return None
-        ours = ".".join((HERE, PLACES.get(rest, rest))).rstrip(".")
+        place = PLACES.get(rest, rest) if head == NAME else f"extension.{rest}"
+        ours = f"{HERE}.{place}".rstrip(".")
         try:
             importlib.import_module(ours)
         except ModuleNotFoundError as error:
             if error.name is not None and ours.startswith(error.name):
-                return None
+                # Without a name, since ``from x import y`` swallows the one that names ``x.y``, and says less.
+                raise ModuleNotFoundError(_what_is_missing(fullname)) from None
             raise
-        spec = ModuleSpec(fullname, self, origin=ours, is_package=True)
-        return spec
+        return ModuleSpec(fullname, self, origin=ours, is_package=True)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return None
@@ -77,22 +78,32 @@ class _Alias(MetaPathFinder, Loader):
         vars(module).update(names | own)
 
         def late(name: str) -> Any:
-            return _late(ours, module.__name__, name)
+            return _late(module.__name__, name)
 
         vars(module)["__getattr__"] = late
 
 
-def _late(ours: ModuleType, stands_for: str, name: str) -> Any:
-    """A submodule of TransformerEngine's that nobody has imported yet, or a name that there is none of."""
-    if not name.startswith("__"):
-        try:
-            return importlib.import_module(f"{stands_for}.{name}")
-        except ModuleNotFoundError:
-            pass
-    absent: dict[str, str] = vars(ours).get("ABSENT", {})
+def _late(stands_for: str, name: str) -> Any:
+    """A submodule of TransformerEngine's that nobody has imported yet."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    try:
+        return importlib.import_module(f"{stands_for}.{name}")
+    except ModuleNotFoundError as error:
+        raise AttributeError(str(error)) from None
+
+
+def _what_is_missing(fullname: str) -> str:
+    """What to say of a name or a module that is not here: why, or what to use, where ``ABSENT`` beside it says so."""
+    parent, _, name = fullname.rpartition(".")
+    ours = sys.modules.get(parent)
+    spec = None if ours is None else ours.__spec__
+    absent: dict[str, str] = {}
+    if spec is not None and spec.origin is not None:
+        absent = vars(importlib.import_module(spec.origin)).get("ABSENT", {})
     why = f", since {absent[name]}" if name in absent else ""
-    raise AttributeError(
-        f"{stands_for} has no {name!r} here{why}: fp4engine stands in for TransformerEngine in this process "
+    return (
+        f"{parent} has no {name!r} here{why}: fp4engine stands in for TransformerEngine in this process "
         "(docs/coming-from-te.md lists what there is)"
     )
 

@@ -73,9 +73,13 @@ def test_casts_of_the_extension() -> None:
     ("body", "said"),
     [
         ("raise ValueError('mine')", "ValueError: mine"),
-        ("from transformer_engine.pytorch import initialize_ub", "cannot import name 'initialize_ub'"),
+        ("from transformer_engine.pytorch import destroy_ub", "no 'destroy_ub' here, since a layer lies on one rank"),
         ("transformer_engine.pytorch.initialize_ub", "no 'initialize_ub' here, since a layer lies on one rank"),
-        ("import transformer_engine.jax", "No module named 'transformer_engine.jax'"),
+        ("import transformer_engine.pytorch.ops", "no 'ops' here, since modules fuse by themselves"),
+        ("from transformer_engine.pytorch.module._common import noop_cat", "noop_cat is torch.cat"),
+        ("from transformer_engine.pytorch.module.base import get_ub", "no 'get_ub' here, since a layer lies on one"),
+        ("import transformer_engine.jax", "transformer_engine has no 'jax' here, since fp4engine is about PyTorch"),
+        ("from transformer_engine.common import recipes", "transformer_engine.common has no 'recipes' here: fp4engine"),
     ],
 )
 def test_what_a_script_does_is_its_own(tmp_path, body, said, capsys, restored) -> None:

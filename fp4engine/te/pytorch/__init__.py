@@ -3,7 +3,7 @@
 from typing import Any
 
 from fp4engine.te import common
-from fp4engine.te.pytorch import optimizers
+from fp4engine.te.pytorch import base, optimizers
 from fp4engine.te.pytorch.attention import (
     DotProductAttention,
     InferenceParams,
@@ -86,16 +86,17 @@ from fp4engine.te.pytorch.utils import (
     interleave_glu_tensor,
 )
 
-_ONE_RANK = "a layer lies on one rank, and there is no communication to overlap"
-ABSENT = {
+ABSENT = base.ABSENT | {
     "CusolverMpCtx": "cuSOLVERMp is not used",
     "FusedMLAQUpProjRopeQuant": "it is one fused CUDA kernel of multi-latent attention, whose parts are there",
     "ManualOffloadSynchronizer": "PyTorch moves activations by itself",
-    "UserBufferQuantizationMode": _ONE_RANK,
-    "destroy_ub": _ONE_RANK,
-    "initialize_ub": _ONE_RANK,
+    "dynamo": "quantizers and modules here are followed by torch.compile as they are",
+    "ep": "fp4engine.distributed.all_to_all_tokens sends tokens to experts",
     "newton_schulz": "cuSOLVERMp is not used",
+    "numerics_debug": "fp4engine.inspect records what casts do to tensors",
+    "onnx_extensions": "fp4engine.export writes checkpoints for servers instead",
     "ops": "modules fuse by themselves, and torch.nn.Sequential of them says the same",
+    "triton": "its kernels are not public, and fp4engine.kernels has its own",
 }
 """Names of TransformerEngine's that are not here, and why."""
 

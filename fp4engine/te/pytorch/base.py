@@ -37,6 +37,21 @@ from fp4engine.te.pytorch.tensor import (
     HybridQuantizedTensor,
 )
 
+ABSENT = dict.fromkeys(
+    (
+        "UserBufferQuantizationMode",
+        "destroy_ub",
+        "fill_userbuffers_buffer_for_all_gather",
+        "get_ub",
+        "get_ub_is_fp8",
+        "initialize_ub",
+        "is_ub_initialized",
+        "using_cublasmp_backend",
+    ),
+    "a layer lies on one rank, and there is no communication to overlap",
+)
+"""Names of TransformerEngine's that are not here, and why."""
+
 Init = Callable[[Tensor], Any]
 
 

@@ -38,4 +38,8 @@ def get_cpu_offload_context(
 
 
 def mark_not_offload(*tensors: Tensor) -> None:
-    """Say that tensors stay where they are, which PyTorch decides by itself."""
+    """Do nothing, as :func:`start_offload`: when a tensor is saved PyTorch moves it, whichever it is."""
+
+
+def start_offload(*tensors: Tensor, offload_base_tensor: bool = False) -> None:
+    """Do nothing: PyTorch moves a tensor when it is saved."""

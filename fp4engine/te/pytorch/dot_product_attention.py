@@ -22,6 +22,12 @@ from fp4engine.te.pytorch.constants import QKV_FORMATS, AttnTypes
 from fp4engine.te.pytorch.extra_state import ExtraState
 from fp4engine.te.pytorch.inference import InferenceParams
 
+ABSENT = dict.fromkeys(
+    ("backends", "context_parallel", "flex_attention", "softmax", "get_attention_backend"),
+    "PyTorch's scaled_dot_product_attention is called, on one rank, and chooses its kernel; see DotProductAttention",
+)
+"""Names of TransformerEngine's that are not here, and why."""
+
 Window = tuple[int, int] | None
 Masked = Tensor | tuple[Tensor, Tensor] | None
 

@@ -32,6 +32,11 @@ __all__ = [
     "is_module_grouped_tensor_path_supported",
 ]
 
+ABSENT = {
+    "_common": "it is private to TransformerEngine's modules: noop_cat is torch.cat, apply_normalization is LayerNorm "
+    "or RMSNorm, and WeightGradStore is what delay_wgrad_compute=True and backward_dw() do"
+}
+
 SINGLE_PARAMETER = "NVTE_GROUPED_LINEAR_SINGLE_PARAM"
 """TransformerEngine's flag, without which ``single_grouped_weight`` and ``single_grouped_bias`` do nothing."""
 

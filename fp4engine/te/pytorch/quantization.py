@@ -36,6 +36,10 @@ __all__ = [
     "QuantizerRole",
     "RecipeState",
     "autocast",
+    "check_fp8_block_scaling_support",
+    "check_fp8_support",
+    "check_mxfp8_support",
+    "check_nvfp4_support",
     "check_recipe_support",
     "fp8_autocast",
     "fp8_model_init",
@@ -64,6 +68,12 @@ def is_fp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
     return (True, "") if return_reason else True
 
 
+def check_nvfp4_support() -> tuple[bool, str]:
+    """Whether the format runs here, and an empty reason: see :func:`is_fp8_available`."""
+    return True, ""
+
+
+check_fp8_support = check_mxfp8_support = check_fp8_block_scaling_support = check_nvfp4_support
 is_mxfp8_available = is_fp8_block_scaling_available = is_nvfp4_available = is_bf16_available = is_fp8_available
 
 
