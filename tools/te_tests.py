@@ -9,7 +9,8 @@ What is not fp4engine in such a process:
 - every device ``"cuda"`` is the CPU, process groups of NCCL are those of gloo, and streams and events do nothing;
 - the GPU that tests and ``fp4engine.te`` are told of has the capability ``TE_CAPABILITY``, by default 10.0, the CUDA of
   PyTorch the version 12.9, and cuBLASLt the version 0, so that tests of what needs it skip themselves;
-- ``tex.generic_gemm`` is ``general_gemm``;
+- ``is_non_tn_fp8_gemm_supported()`` says what such a GPU would; ``tex.generic_gemm`` is ``general_gemm``, with the
+  layout ``"TT"``, too;
 - names that fp4engine does not have may be imported, and refuse to be called; modules that it does not have, too;
 - TransformerEngine's own references of quantizers (``custom_recipes.reference_*``) come from the checkout.
 
@@ -35,19 +36,20 @@ import runpy
 import signal
 import sys
 import time
-import tomllib
 from collections import Counter
 from collections.abc import Generator
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
 from fp4engine.te import install
+from tools.te_table import LISTED, OUTCOMES
 
 CHECKOUT = pathlib.Path(os.environ.get("TE_CHECKOUT", "."))
 REFERENCES = ("reference_utils", "reference_nvfp4", "reference_current_scaling")
@@ -75,12 +77,15 @@ class Absent:
 
 
 class _Stubs(MetaPathFinder, Loader):
-    """Modules that nobody else finds."""
+    """Modules of TransformerEngine's that fp4engine does not have."""
 
     def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         head = fullname.partition(".")[0]
         if head not in (install.NAME, install.EXTENSION, "nvdlfw_inspect"):
             return None
+        with contextlib.suppress(ModuleNotFoundError):
+            if (spec := install._Alias().find_spec(fullname)) is not None:
+                return spec
         name = fullname.rpartition(".")[2]
         if name in REFERENCES and ".custom_recipes." in fullname:
             where = CHECKOUT / "transformer_engine/pytorch/custom_recipes" / f"{name}.py"
@@ -99,7 +104,7 @@ class _Stubs(MetaPathFinder, Loader):
         vars(module)["__getattr__"] = late
 
 
-def _late(ours: ModuleType, stands_for: str, name: str) -> Any:
+def _late(stands_for: str, name: str) -> Any:
     """A submodule that exists somewhere, else a name that does not."""
     if name.startswith("__"):
         raise AttributeError(name)
@@ -160,6 +165,8 @@ class _Nothing:
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
         return lambda *_, **__: 0.0
 
     def __enter__(self) -> "_Nothing":
@@ -184,15 +191,18 @@ def _memory(*_: Any, **__: Any) -> Any:
     pytest.skip("unmeasured: the memory of a GPU")
 
 
-def _graph(*_: Any, **__: Any) -> Any:
-    pytest.skip("hardware: CUDA graphs")
+class _Graph:
+    """A CUDA graph, and the region that captures one."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pytest.skip("hardware: CUDA graphs")
 
 
 def pretend() -> None:
     """Let this process find fp4engine as TransformerEngine, and a CPU where CUDA is asked for."""
     install.install_as_transformer_engine()
     install._late = _late
-    sys.meta_path.append(_Stubs())
+    sys.meta_path.insert(0, _Stubs())
     import transformer_engine_torch as extension  # pyright: ignore[reportMissingImports]
 
     from fp4engine.te import pytorch
@@ -207,10 +217,11 @@ def pretend() -> None:
         bias, _, gelu, gelu_in, grad, _, _, accumulate, use_split_accumulator = rest
         layout = "NT"[transa] + "NT"[transb]
         out_dtype = constants.TE_DType_To_Torch[dtype]
-        return cpp_extensions.general_gemm(
-            A, B, out_dtype, quantizer, gelu, gelu_in, 1.0, None, accumulate, layout, out, bias,
-            use_split_accumulator, grad,
-        )  # fmt: skip
+        with mock.patch.object(cpp_extensions, "LAYOUTS", ("TN", "NN", "NT", "TT")):
+            return cpp_extensions.general_gemm(
+                A, B, out_dtype, quantizer, gelu, gelu_in, 1.0, None, accumulate, layout, out, bias,
+                use_split_accumulator, grad,
+            )  # fmt: skip
 
     extension.generic_gemm = generic_gemm
     torch.Generator = type("Generator", (torch.Generator,), {"__new__": _generator})
@@ -235,7 +246,7 @@ def pretend() -> None:
         setattr(cuda, name, _memory)
     cuda.memory.mem_get_info = _memory
     cuda.current_device = lambda: 0
-    cuda.CUDAGraph = cuda.graph = cuda.graph_pool_handle = _graph
+    cuda.CUDAGraph = cuda.graph = cuda.graph_pool_handle = _Graph
     cuda.is_available = _is_asked_by_the_peer
     cuda.device_count = lambda: 1
     cuda.manual_seed = torch.manual_seed
@@ -247,6 +258,7 @@ def pretend() -> None:
     capability = int(major), int(minor)
     cuda.get_device_capability = lambda *_: capability
     utils.get_device_compute_capability = pytorch.get_device_compute_capability = lambda: capability
+    utils.is_non_tn_fp8_gemm_supported = lambda: capability >= (10, 0)
     torch.version.cuda = "12.9"  # tests compare it as a number
     cuda.get_device_properties = lambda *_: SimpleNamespace(major=int(major), minor=int(minor), multi_processor_count=1)
     cuda.get_device_name = lambda *_: "CPU"
@@ -264,10 +276,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--size", type=int, help="cut M and N of tests to this, and what was left of a multiple of 128")
     parser.addoption("--limit", type=int, default=0, help="seconds after which a test fails")
     parser.addoption("--report", help="write to this file what became of every test")
-
-
-LISTED = tomllib.loads((pathlib.Path(__file__).parent / "te_tests.toml").read_text())
-"""``files``, and by kind of reason: reason -> beginnings of ids of tests, in which ``*`` is anything."""
 
 
 LEFT_OUT = ("private", "hardware")
@@ -350,9 +358,6 @@ def cut_models(module: Any, tokens: int | None, heads: int | None) -> None:
                 setattr(model, name, min(getattr(model, name), heads or sys.maxsize))
             model.hidden_size = model.num_heads * model.head_dim_qk
             model.hidden_size_kv = model.num_gqa_groups * model.head_dim_v
-
-
-OUTCOMES = ("passed", "failed", "private", "hardware", "unmeasured", "skipped")
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
