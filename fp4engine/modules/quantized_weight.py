@@ -166,6 +166,10 @@ class QuantizedWeight(torch.Tensor):
             return type(self).make_rowwise(self).transposed()
         return Operand(spec, cols, rows, self.columnwise_codes, self.columnwise_scale_inv, self.columnwise_amax)
 
+    def is_read_transposed(self) -> bool:
+        """Whether the columnwise operand is the rowwise one, read along the other axis."""
+        return self.quantizer.columnwise_spec is not None and not hasattr(self, "columnwise_codes")
+
     def tiles(self) -> TiledOperand | None:
         """The weight as codes with one scale per tile; None, since here every row stores scales of its own."""
         return None
@@ -370,7 +374,7 @@ class _StoredOperands(WeightCache):
             return rowwise, None
         if plan.backward_override is not None or plan.weight.columnwise_source == "rowwise_dequantized":
             return rowwise, rowwise
-        if weight.quantizer.columnwise_spec is not None and not hasattr(weight, "columnwise_codes"):
+        if kind.is_read_transposed(weight):
             return rowwise, SquareOperand(rowwise)
         return rowwise, kind.make_columnwise(weight)
 

@@ -216,6 +216,10 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: igno
             )
         return self.make_rowwise().transposed()
 
+    def is_read_transposed(self) -> bool:
+        spec = self._get_quantizer().frozen().columnwise_spec
+        return spec is not None and is_transposable(spec) and not self.has("columnwise")
+
     def tensors(self) -> tuple[Tensor, ...]:
         """What products by this read: codes, block scales and amax of the sides that are there."""
         given = self.operands

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from fp4engine.arguments import shown
-from fp4engine.ops import Form
 from fp4engine.ops.rng import follows_torch
 from fp4engine.quantizers.base import Quantizer as FrozenQuantizer
 from fp4engine.te.pytorch.base_storage import QuantizedTensorStorage
@@ -311,12 +310,11 @@ class ByMethod(FrozenQuantizer):
         return made
 
     def quantize(self, x: Any, *, rowwise: bool = True, columnwise: bool = True, **given: Any) -> Operands:
+        if not rowwise and self.columnwise_source == "rowwise_dequantized":  # x is what the rowwise operand decodes to
+            return Operands(x.shape, x.dtype, None, self.asked.columnwise_of(x, **given))
         return self.asked.sides(x, rowwise, columnwise, **given)
 
     __call__ = quantize
-
-    def requantize(self, operand: Operand, rng: Tensor | None, form: Form = "codes") -> Operand:
-        return self.asked.columnwise_of(self.decoded(operand), rng=rng, columnwise_form=form)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ByMethod) and self.asked is other.asked and super().__eq__(other)
