@@ -4,6 +4,7 @@ import io
 
 import pytest
 import torch
+from torch._library.opaque_object import get_opaque_type_name
 
 import fp4engine
 from fp4engine.te.common.recipe import (
@@ -538,3 +539,32 @@ def test_equal_quantizers_are_constants_of_graphs() -> None:
         assert eval(expression, dict(names)) == quantizer
     given = [Float8Quantizer(torch.ones(1), torch.zeros(1), DType.kFloat8E4M3) for _ in range(2)]
     assert given[0] != given[1]
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+@pytest.mark.parametrize("powers", [True, False])
+def test_a_block_of_zeros_has_the_scale_1(powers, dim) -> None:
+    arguments = {"force_pow_2_scales": powers, "block_scaling_dim": dim}
+    quantizer = Float8BlockQuantizer(DType.kFloat8E4M3, rowwise=True, columnwise=True, **arguments)
+    x = torch.randn(128, 256, dtype=torch.bfloat16)
+    x[:, :128] = 0
+    made = quantizer(x)
+    rowwise, columnwise = made._rowwise_scale_inv, made._columnwise_scale_inv
+    if dim == 2:  # [M / 128, K / 128], and padding
+        assert (rowwise[0, :2] == 1).tolist() == [True, False] and columnwise[:2, 0].tolist() == rowwise[0, :2].tolist()
+    else:  # [K / 128, M]
+        assert (rowwise[0] == 1).all() and not (rowwise[1] == 1).any() and (columnwise[0, :128] == 1).all()
+    assert not made.dequantize()[:, :128].any()
+
+
+def test_a_quantizer_is_an_argument_of_a_custom_operator() -> None:
+    quantizer, x = MXFP8Quantizer(DType.kFloat8E4M3), torch.randn(32, 64)
+    kind = get_opaque_type_name(MXFP8Quantizer)
+    with torch.library._scoped_library("fp4engine_test", "DEF") as library:
+        library.define(f"decoded(Tensor x, {kind} quantizer) -> Tensor")
+        library.impl("decoded", lambda x, quantizer: quantizer(x).dequantize(), "CompositeExplicitAutograd")
+        torch.library.register_fake("fp4engine_test::decoded", lambda x, quantizer: torch.empty_like(x), lib=library)
+        compiled = torch.compile(
+            lambda x: torch.ops.fp4engine_test.decoded(x, quantizer), backend="eager", fullgraph=True
+        )
+        assert torch.equal(compiled(x), quantizer(x).dequantize())

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._library.opaque_object import register_opaque_type
 
 from fp4engine.arguments import shown
 from fp4engine.ops.rng import follows_torch
@@ -32,7 +33,8 @@ class Quantizer:
         optimize_for_gemm: let scales of NVFP4 and MXFP8 lie as tensor cores read them.
         tensor_class: what is made unless ``internal``.
         compatible_recipe: name of the recipe that makes such quantizers; empty if there is none.
-        is_value: whether equal settings make equal quantizers.
+        is_value: whether equal settings make equal quantizers. The class is then an opaque type to ``torch.compile``,
+            and an argument of custom operators.
     """
 
     tensor_class: Any
@@ -48,6 +50,11 @@ class Quantizer:
     def frozen(self, stream: int = 0) -> FrozenQuantizer:
         """fp4engine's quantizer with the settings as they are now, drawing from ``stream``."""
         raise NotImplementedError(f"{type(self).__name__} does not say how it quantizes: define frozen()")
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if vars(cls).get("is_value", False):
+            register_opaque_type(cls, typ="value")
 
     @property
     def only_casts(self) -> bool:
@@ -285,7 +292,7 @@ class Quantizer:
         if any(isinstance(value, Tensor) for value in vars(self).values()):
             raise TypeError(f"{self!r} holds tensors of its own, which torch.compile cannot keep in a graph")
         settings = {name: int(value) if isinstance(value, DType) else value for name, value in vars(self).items()}
-        return f"{type(self).__name__}.with_settings({settings!r})", {type(self).__name__: type(self), "torch": torch}
+        return f"{type(self).__name__}.with_settings({settings!r})", {type(self).__name__: type(self)}
 
     @classmethod
     def with_settings(cls, settings: dict[str, Any]) -> "Quantizer":

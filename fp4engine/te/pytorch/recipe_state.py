@@ -157,6 +157,12 @@ class NVFP4BlockScalingRecipeState(RecipeState):
 
 
 class MXFP8BlockScalingRecipeState(RecipeState):
+    def _slot_tensor_type(self, index: int) -> str:
+        """A weight is one of which a role says so, since blocks of other tensors are never square."""
+        role = self._slot_role(index)
+        is_weight = role.tensor_type == "weight" and role.module_type in ("linear", "grouped_linear")
+        return "weight" if is_weight else "input"
+
     def _make(self, tensor_type: str) -> MXFP8Quantizer:
         square = tensor_type == "weight" and self.frozen.enable_2d_quantization
         return MXFP8Quantizer(self.dtype, with_2d_quantization=square)

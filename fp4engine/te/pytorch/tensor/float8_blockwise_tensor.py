@@ -52,7 +52,7 @@ class Float8BlockwiseQTensorStorage(BlockStorage):
     @classmethod
     def _encoded(cls, operands: Operands, quantizer: Any) -> dict[str, Any]:
         given = {side: getattr(operands, side) for side in SIDES}
-        wide = {side: own and own._replace(scale_inv=own.scale_inv.float()) for side, own in given.items()}
+        wide = {side: own and own._replace(scale_inv=_wide_scales(own)) for side, own in given.items()}
         made = super()._encoded(Operands(operands.shape, operands.dtype, **wide), quantizer)
         for side, own in given.items():
             if own is not None and own.scale_inv.dtype != torch.float32:
@@ -143,6 +143,15 @@ class Float8BlockwiseQTensorStorage(BlockStorage):
         scales = pad(scales, (0, up_to(scales.shape[1], 4) - scales.shape[1])).contiguous()
         self.__setattr__(f"_{meta['direction']}_data", data)
         self.__setattr__(f"_{meta['direction']}_scale_inv", scales)
+
+
+def _wide_scales(side: Operand) -> Tensor:
+    """The scales of ``side`` in FP32; the power of two of a block of zeros is 1, as in TransformerEngine."""
+    assert side.spec is not None and side.scale_inv is not None
+    scales = side.scale_inv.float()
+    if side.scale_inv.dtype == torch.float32:
+        return scales
+    return torch.where(block_amax((side.data & 0x7F).float(), side.spec.block) == 0, 1.0, scales)
 
 
 class Float8BlockwiseQTensor(Float8BlockwiseQTensorStorage, BlockTensor):
