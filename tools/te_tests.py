@@ -260,10 +260,13 @@ def pretend() -> None:
     utils.get_device_compute_capability = pytorch.get_device_compute_capability = lambda: capability
     utils.is_non_tn_fp8_gemm_supported = lambda: capability >= (10, 0)
     torch.version.cuda = "12.9"  # tests compare it as a number
-    cuda.get_device_properties = lambda *_: SimpleNamespace(major=int(major), minor=int(minor), multi_processor_count=1)
+    cuda.get_device_properties = lambda *_: SimpleNamespace(
+        name="CPU", major=int(major), minor=int(minor), multi_processor_count=1
+    )
     cuda.get_device_name = lambda *_: "CPU"
     cuda.Stream = cuda.Event = _Nothing
-    cuda.current_stream = cuda.default_stream = cuda.stream = cuda.device = lambda *_: _Nothing()
+    for name in ("current_stream", "default_stream", "stream", "device"):  # to each its own, or Dynamo refuses them
+        setattr(cuda, name, lambda *_: _Nothing())
     torch.nn.Module.cuda = lambda self, *_: self
     cpu_for_cuda.__enter__()
 
