@@ -91,6 +91,16 @@ def set_local_tensor(distributed: Any, part: Tensor) -> None:
     distributed._local_tensor = part
 
 
+def register_value(kind: type) -> None:
+    """Let operators take what is equal by value, of the class ``kind``, as an argument that a graph holds.
+
+    Where this PyTorch has no such arguments, a graph ends before the operator.
+    """
+    register = getattr(getattr(torch._library, "opaque_object", None), "register_opaque_type", None)
+    if register is not None:
+        register(kind, typ="value")
+
+
 _told: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
 

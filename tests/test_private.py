@@ -85,6 +85,15 @@ def test_a_distributed_tensor_keeps_its_part_where_it_is_looked_for():
         private.local_tensor(object())
 
 
+def test_classes_are_left_alone_where_operators_take_no_values(monkeypatch):
+    from torch._library import opaque_object
+
+    from fp4engine import private
+
+    monkeypatch.delattr(opaque_object, "register_opaque_type")
+    private.register_value(type("Value", (), {}))
+
+
 DOCUMENTED = ("torch._foreach_", "torch._subclasses.fake_tensor", "torch.__version__", "triton.__version__")
 PRIVATE = ("torch._", "triton.runtime", "triton.compiler", "triton._")
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._library.opaque_object import register_opaque_type
 
 from fp4engine.arguments import shown
 from fp4engine.ops.rng import follows_torch
+from fp4engine.private import register_value
 from fp4engine.quantizers.base import Quantizer as FrozenQuantizer
 from fp4engine.te.pytorch.base_storage import QuantizedTensorStorage
 from fp4engine.te.pytorch.constants import DType
@@ -54,7 +54,7 @@ class Quantizer:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if vars(cls).get("is_value", False):
-            register_opaque_type(cls, typ="value")
+            register_value(cls)
 
     @property
     def only_casts(self) -> bool:
