@@ -48,18 +48,20 @@ def row(name: str, options: str, report: dict[str, Any]) -> str:
 
 
 def show(out: pathlib.Path, files: dict[str, Any]) -> None:
-    """Print the rows of ``files``, their sum, and the reasons for what failed and what was left out."""
+    """Print the rows of ``files``, their sum, and the reasons for what did not run, failed, or was left out."""
     print(HEAD, "|".join(["", *["---"] * (HEAD.count("|") - 1), ""]), sep="\n")
     every: dict[str, list[str]] = {}
     collected = 0
     for name, file in files.items():
         path = out / f"{name.replace('/', '.')}.json"
-        if path.exists():
+        if "options" in file and path.exists():
             report = json.loads(path.read_text())
             print(row(name, file["options"], report))
             every |= report["tests"]
             collected += report["collected"]
     print(row("all of these", "", {"tests": every, "collected": collected}), end="\n\n")
+    for why in dict.fromkeys(file["why"] for file in files.values() if "why" in file):
+        print(f"not run, {why}: {', '.join(name for name, file in files.items() if file.get('why') == why)}")
     reasons = Counter((outcome, why) for outcome, why in every.values() if outcome not in ("passed", "skipped"))
     for (outcome, why), count in sorted(reasons.items(), key=lambda item: (item[0][0], -item[1])):
         print(f"{count:6} {outcome}: {why}")
@@ -76,9 +78,11 @@ def main() -> None:
         parser.error(
             f"no options for {', '.join(unknown)} in tools/te_tests.toml, which has them for {', '.join(files)}"
         )
-    files = {name: files[name] for name in arguments.files or files}
+    files = {name: files[name] for name in arguments.files} or LISTED["files"]
     arguments.out.mkdir(parents=True, exist_ok=True)
     for name, file in files.items() if not arguments.print else ():
+        if "options" not in file:
+            continue
         run(name, file["options"], arguments.out)
         print(row(name, file["options"], json.loads((arguments.out / f"{name.replace('/', '.')}.json").read_text())))
     show(arguments.out, files)
