@@ -91,7 +91,9 @@ def test_classes_are_left_alone_where_operators_take_no_values(monkeypatch):
     from fp4engine import private
 
     monkeypatch.delattr(opaque_object, "register_opaque_type")
-    private.register_value(type("Value", (), {}))
+    kind = type("Value", (), {})
+    private.register_value(kind)
+    assert not opaque_object.is_opaque_value_type(kind)
 
 
 DOCUMENTED = ("torch._foreach_", "torch._subclasses.fake_tensor", "torch.__version__", "triton.__version__")

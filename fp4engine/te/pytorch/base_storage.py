@@ -141,7 +141,7 @@ class QuantizedTensorStorage:
     def shape(self) -> torch.Size:
         """The logical shape."""
         if isinstance(self, torch.Tensor):
-            return torch._C.TensorBase.shape.__get__(self, type(self))  # pyright: ignore[reportAttributeAccessIssue]
+            return torch.Tensor.shape.__get__(self, type(self))  # pyright: ignore[reportAttributeAccessIssue]
         return self._shape_of_tensors() if self._told_shape is None else self._told_shape
 
     def size(self, dim: int | None = None) -> Any:
@@ -155,7 +155,7 @@ class QuantizedTensorStorage:
     def device(self) -> torch.device:
         """Where the tensors lie."""
         if isinstance(self, torch.Tensor):
-            return torch._C.TensorBase.device.__get__(self, type(self))  # pyright: ignore[reportAttributeAccessIssue]
+            return torch.Tensor.device.__get__(self, type(self))  # pyright: ignore[reportAttributeAccessIssue]
         return self._device_of_tensors()
 
     def _tensors(self) -> dict[str, Tensor | None]:
