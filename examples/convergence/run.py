@@ -24,7 +24,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from convergence import sources
-from convergence.studies import BOARD, PRESETS, STUDIES, Conditions, variants_of
+from convergence.studies import BOARD, PRESETS, STUDIES, VARIANTS, Conditions, variants_of
 from convergence.task import run_of, task_of, variant_of
 from fp4engine.compare import read_folders
 from fp4engine.compare.runner import Job, Runner, Stopped

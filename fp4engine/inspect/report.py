@@ -106,9 +106,9 @@ def html(rows: Sequence[Row] | Mapping[str, Sequence[Row]], title: str) -> str:
         ValueError: ``rows`` are something else, there is no recorded step in them, or no row about the run; ``title``
             is no string.
     """
-    records = [_record(name, of_one) for name, of_one in (rows.items() if isinstance(rows, Mapping) else [("", rows)])]
     if not isinstance(title, str):
         raise ValueError(f"title must be a string, got {shown(title)}")
+    records = [_record(name, of_one) for name, of_one in (rows.items() if isinstance(rows, Mapping) else [("", rows)])]
     if not records:
         raise ValueError("rows must be those of a record, or of several by their names, got none")
     layers = list(dict.fromkeys(name for record in records for name in record.by_layer))
