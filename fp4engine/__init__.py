@@ -2,6 +2,7 @@
 
 from fp4engine import inspect, recipe
 from fp4engine.accounting import ConversionPlan, assert_batch_invariant, assert_quantized, executed_gemms
+from fp4engine.advice import recommend
 from fp4engine.capability import is_nvfp4_available
 from fp4engine.checkpoint import checkpoint
 from fp4engine.convert import convert, last_blocks, revert
@@ -84,6 +85,7 @@ __all__ = [
     "quantize_weights",
     "quantized_model_init",
     "recipe",
+    "recommend",
     "recompute_contexts",
     "revert",
     "set_amax_history",

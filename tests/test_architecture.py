@@ -27,7 +27,7 @@ LAYERS = (
     "convert checkpoint distributed frozen_weights inspect doctor export integrations optimizer_hooks qat",
     "testing estimate",
     "te compare",
-    "quantization",
+    "quantization advice",
     "cli",
     "__main__",
 )

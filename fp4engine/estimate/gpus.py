@@ -45,6 +45,7 @@ GPUS = {
         _gpu("A100", 80, (312, None, None), 2.039, "NVIDIA A100 80GB SXM data sheet"),
         _gpu("H100", 80, (989.5, 1979, None), 3.35, "NVIDIA H100 SXM data sheet", measured=True),
         _gpu("H200", 141, (989.5, 1979, None), 4.8, "NVIDIA H200 SXM data sheet", measured=True),
+        _gpu("B100", 180, (1750, 3500, 7000), 8.0, "NVIDIA Blackwell architecture brief"),
         _gpu("B200", 180, (2250, 4500, 9000), 8.0, "NVIDIA Blackwell architecture brief"),
         _gpu("GB200", 186, (2500, 5000, 10000), 8.0, "NVIDIA GB200 NVL72 data sheet"),
         _gpu("B300", 279, (2250, 4500, 14000), 8.0, "NVIDIA Blackwell Ultra data sheet"),
