@@ -16,6 +16,7 @@ from fp4engine.formats.elements import (
     UE5M3,
     ElementFormat,
 )
+from fp4engine.formats.own_scale_rule import OwnScaleRule, register_scale_rule
 from fp4engine.formats.presets import fp8, fp8_block, mx, mx_ocp_floor
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "Correction",
     "ElementFormat",
     "Outer",
+    "OwnScaleRule",
     "Rotation",
     "RoundingMode",
     "ScaleRule",
@@ -43,4 +45,5 @@ __all__ = [
     "fp8_block",
     "mx",
     "mx_ocp_floor",
+    "register_scale_rule",
 ]

@@ -29,6 +29,7 @@ from fp4engine.formats.elements import (
     UE5M3,
     ElementFormat,
 )
+from fp4engine.formats.own_scale_rule import OwnScaleRule, UnknownScaleRule, scale_rule_from_key
 
 
 class RoundingMode(Enum):
@@ -172,7 +173,8 @@ class CastSpec:
         block: ``(rows, cols)`` that share one block scale; ``cols``, a power of two from 16 to 128, lies along the
             contracted axis. ``(0, 0)``: no block scales, only the outer one (FP8 per tensor).
         scale: format of the stored block scales; without block scales E8M0 makes the outer scale a power of two.
-        scale_rule: how a block's amax becomes its scale.
+        scale_rule: how a block's amax becomes its scale; or what
+            :func:`~fp4engine.formats.register_scale_rule` returned.
         scale_bound: largest block scale aimed at; 256 leaves room for 4over6 and EDEN. Only E4M3 and UE5M3 scales
             have one; otherwise it is 1.
         target: element value that a block's amax aims at; ``6 * 16/17`` guards stochastic rounding. Under a
@@ -193,7 +195,7 @@ class CastSpec:
     element: ElementFormat = E2M1
     block: tuple[int, int] = (1, BLOCK_SIZE)
     scale: ElementFormat = E4M3
-    scale_rule: ScaleRule = ScaleRule.AMAX
+    scale_rule: ScaleRule | OwnScaleRule = ScaleRule.AMAX
     scale_bound: float = E4M3_MAX
     target: float = E2M1_MAX
     outer: Outer = Outer.TENSOR
@@ -383,16 +385,20 @@ _KINDS: dict[str, type] = {
     "correction": Correction,
 }
 """The types of all fields but ``block``, ``rotation``, ``search`` and ``outer_amax``."""
+_OWN_RULE = ", or a rule of your own, which fp4engine.formats.register_scale_rule(name, function) returns"
 
 
 def _wrong_kinds(spec: CastSpec) -> Iterator[str]:
     """Fields of another type, which would be taken for something else, or not be understood."""
     for name, kind in _KINDS.items():
         value = getattr(spec, name)
+        if name == "scale_rule" and isinstance(value, OwnScaleRule):
+            continue
         if not isinstance(value, kind) or isinstance(value, bool):
             allowed = {Real: "a number", int: "an integer"}.get(kind) or f"of type {kind.__name__}"
             if issubclass(kind, Enum):
                 allowed = f"one of {', '.join(map(shown, kind))}"
+                allowed += _OWN_RULE if kind is ScaleRule else ""
             yield f"{name} must be {allowed}, got {value!r}"
     block: Any = spec.block
     if not isinstance(block, tuple) or [type(size) for size in block] != [int, int]:
@@ -468,6 +474,8 @@ def _complaints(spec: CastSpec) -> Iterator[str]:
             "block=(0, 0) leaves only the outer scale: outer must be tensor or row and scale fp32 or e8m0, "
             f"got outer={spec.outer.value} and scale={spec.scale}"
         )
+    if spec.block == (0, 0) and isinstance(spec.scale_rule, OwnScaleRule):
+        yield f"scale_rule={spec.scale_rule.value} is a rule of block scales, and block=(0, 0) has none"
     if spec.block == (0, 0) and spec.scale_rule.is_power_of_two and spec.scale_rule is not ScaleRule.TOPBINADE:
         yield f"block=(0, 0) with a power-of-two outer scale takes scale_rule=topbinade, got {spec.scale_rule.value}"
     if spec.block != (0, 0) and spec.outer is not Outer.NONE and spec.scale not in BOUNDED:
@@ -530,6 +538,8 @@ def _print_field(value: Any) -> str:
         return "none"
     if isinstance(value, tuple):
         return "x".join(map(str, value))
+    if isinstance(value, OwnScaleRule):
+        return value.key
     return str(value.value if isinstance(value, Enum) else value)
 
 
@@ -543,7 +553,7 @@ def _from_key(key: str) -> CastSpec:
             FORMATS[element],
             (int(rows), int(cols)),
             FORMATS[scale],
-            ScaleRule(rule),
+            scale_rule_from_key(rule) if "@" in rule else ScaleRule(rule),
             float(bound),
             float(target),
             Outer(outer),
@@ -553,6 +563,8 @@ def _from_key(key: str) -> CastSpec:
             Correction(correction),
             **{name: _OPTIONAL[name][1](text) for name, text in optional.items()},
         )
+    except UnknownScaleRule:
+        raise
     except (KeyError, ValueError) as error:
         raise ValueError(f"not a CastSpec key: {key!r} ({error}); a key is what spec.key prints") from error
     return spec

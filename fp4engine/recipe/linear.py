@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp4engine.arguments import require_one_of
-from fp4engine.formats import CastSpec, Correction, RoundingMode, Signs
+from fp4engine.formats import CastSpec, Correction, OwnScaleRule, RoundingMode, Signs
 from fp4engine.recipe.base import Recipe, require_object
 from fp4engine.recipe.casts import Casts, unclippable, unsaved, unsummable, untaken
 from fp4engine.roles import TENSOR_TYPES
@@ -85,6 +85,11 @@ class LinearRecipe(Recipe):
                 continue
             if spec.scale_rule.is_four_over_six and spec.rounding is RoundingMode.STOCHASTIC:
                 yield f"{name} has 4over6 with stochastic rounding, which is biased; allow_biased=True accepts it"
+            if isinstance(spec.scale_rule, OwnScaleRule) and spec.rounding is RoundingMode.STOCHASTIC:
+                yield (
+                    f"{name} has scale_rule={spec.scale_rule.value} with stochastic rounding, which is biased if the "
+                    "rule lets an element saturate, as nobody can tell beforehand; allow_biased=True accepts it"
+                )
             fresh = spec.rotation is not None and spec.rotation.signs.is_fresh
             if spec.correction is not Correction.NONE and not fresh:
                 yield (

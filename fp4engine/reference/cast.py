@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fp4engine.constants import E4M3_MAX, FLT_MAX
-from fp4engine.formats import E4M3, FP32, CastSpec, Correction, Outer, RoundingMode, ScaleRule
+from fp4engine.formats import E4M3, FP32, CastSpec, Correction, Outer, OwnScaleRule, RoundingMode, ScaleRule
 from fp4engine.reference import hadamard, philox, rounding, scaling
 from fp4engine.reference.power_of_two import power_of_two_scale, std_scale
 
@@ -76,7 +76,7 @@ def quantize(
         scale_inv, codes = _power_of_two(values, spec, rng, stream)
     elif spec.scale_rule.is_four_over_six:
         scale_inv, codes = _four_over_six(values, amax, spec, rng, stream)
-    elif spec.scale_rule is ScaleRule.AMAX:
+    elif spec.scale_rule is ScaleRule.AMAX or isinstance(spec.scale_rule, OwnScaleRule):
         scale_inv, codes = _two_level(values, amax, spec, rng, stream)
     else:
         raise NotImplementedError(f"the reference has no block scales for scale_rule={spec.scale_rule.value}")
@@ -125,11 +125,22 @@ def _outer_only(values: Tensor, amax: Tensor, spec: CastSpec, rng: Tensor | None
 
 
 def _block_amax(values: Tensor, spec: CastSpec) -> Tensor:
-    """Block maxima; NaN for infinity where a scale saturates and no outer scale would tell of it."""
+    """Block maxima, or what an own rule takes for them; NaN for infinity where nothing else would tell of it."""
     block = scaling.block_amax(values, spec.block)
+    if isinstance(spec.scale_rule, OwnScaleRule):
+        block = torch.where(block.isfinite(), _own_magnitudes(values, spec.scale_rule, spec.block), block)
     if spec.outer is not Outer.NONE or spec.scale == FP32:
         return block
     return torch.where(block.isfinite(), block, torch.nan)
+
+
+def _own_magnitudes(values: Tensor, rule: OwnScaleRule, block: tuple[int, int]) -> Tensor:
+    """What ``rule`` says of the blocks of ``values`` [rows, cols], repeated for each row; a last tile gets zeros."""
+    height, width = block
+    rows, cols = values.shape
+    padded = torch.nn.functional.pad(values, (0, 0, 0, -rows % height))
+    tiles = padded.view(-1, height, cols // width, width).transpose(1, 2).flatten(2)
+    return rule.magnitudes(tiles).repeat_interleave(height, dim=0)[:rows]
 
 
 def _two_level(values: Tensor, amax: Tensor, spec: CastSpec, rng: Tensor | None, stream: int) -> tuple[Tensor, Tensor]:

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from fp4engine.constants import CEIL87_TURN, GAUSSIAN_VARIANCE
-from fp4engine.formats import ElementFormat, ScaleRule
+from fp4engine.formats import ElementFormat, OwnScaleRule, ScaleRule
 from fp4engine.reference.scaling import neighbour_sum
 
 
-def power_of_two_scale(amax: Tensor, element: ElementFormat, rule: ScaleRule) -> Tensor:
+def power_of_two_scale(amax: Tensor, element: ElementFormat, rule: ScaleRule | OwnScaleRule) -> Tensor:
     """Biased E8M0 exponents, int32, for block maxima ``amax`` (FP32, non-negative); 0 for an empty block.
 
     Args:
