@@ -14,7 +14,18 @@ from functools import partial
 from types import ModuleType
 from typing import Any, NoReturn
 
-from fp4engine.cli import certificates, compare, compare_served, doctor, estimate, export, recipes, recommend, report, te
+from fp4engine.cli import (
+    certificates,
+    compare,
+    compare_served,
+    doctor,
+    estimate,
+    export,
+    recipes,
+    recommend,
+    report,
+    te,
+)
 from fp4engine.version import __version__
 
 __all__ = ["COMMANDS", "main"]

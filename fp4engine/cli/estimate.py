@@ -7,16 +7,17 @@ given one by one. Does 8B fit on a card with 24 GiB, with LoRA?
 """
 
 import argparse
+import json
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from fp4engine.estimate import GPUS, MODELS, Architecture, estimate, from_config
-from fp4engine.estimate.decoder import Block
+from fp4engine.estimate import GPUS, MODELS, Architecture, estimate, from_config, from_transformers
+from fp4engine.estimate.decoder import FAMILIES, Block
 from fp4engine.estimate.request import STATES
 from fp4engine.recipe import recipe_from_argument
 
@@ -38,7 +39,7 @@ OPTIONAL_SIZES = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The model, the step, the machine."""
     parser.add_argument("--model", choices=tuple(MODELS), help="a model whose sizes are known")
-    parser.add_argument("--config", help="path of a Hugging Face config.json, or of the folder that holds it")
+    parser.add_argument("--config", help="a Hugging Face config.json, or its folder")
     for size, meaning in {**SIZES, **OPTIONAL_SIZES}.items():
         parser.add_argument(f"--{size.replace('_', '-')}", type=int, metavar="N", help=meaning)
     parser.add_argument(
@@ -59,6 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fp4-all-gather", action="store_true", help="FSDP gathers weights as FP4 codes")
     parser.add_argument("--tp", **count, default=1, help="GPUs that share every layer")
     parser.add_argument("--lora-rank", **count, default=0, help="freeze the model in BF16 and train adapters of rank N")
+    base = "with --lora-rank: store the frozen linear layers as codes (QLoRA, fp4engine.quantize_weights)"
+    parser.add_argument("--quantized-base", action="store_true", help=base)
     parser.add_argument(
         "--host-microseconds",
         type=float,
@@ -70,10 +73,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the estimate; 1 if it does not fit."""
     recipe = None if arguments.recipe == "bf16" else recipe_from_argument(arguments.recipe).at(0)
-    sizes = _architecture(arguments)
-    with _progress(sizes.layers * (2 if arguments.checkpointing else 1)):
+    loss = None
+    if arguments.config is not None and _family(arguments.config) not in (None, *FAMILIES):
+        _refuse_sizes(arguments)
+        words = {"batch": arguments.batch, "sequence": arguments.sequence, "parameters": arguments.parameters}
+        model, loss = from_transformers(arguments.config, **words)
+        bar = nullcontext()
+    else:
+        model = _architecture(arguments)
+        bar = _progress(model.layers * (2 if arguments.checkpointing else 1))
+    with bar:
         result = estimate(
-            sizes,
+            model,
+            loss=loss,
             recipe=recipe,
             gpu=arguments.gpu,
             batch=arguments.batch,
@@ -84,6 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
             fsdp=arguments.fsdp,
             tp=arguments.tp,
             lora_rank=arguments.lora_rank,
+            quantized_base=arguments.quantized_base,
             fp4_all_gather=arguments.fp4_all_gather,
             host_microseconds=arguments.host_microseconds,
             name=f"{_name(arguments)} in {arguments.recipe}",
@@ -125,15 +138,31 @@ def _name(arguments: argparse.Namespace) -> str:
     return path.parent.name if path.name == "config.json" else path.stem
 
 
-def _architecture(arguments: argparse.Namespace) -> Architecture:
+def _family(config: str) -> str | None:
+    """``model_type`` of a config; None if it says none, or cannot be read, which :func:`from_config` reports."""
+    path = Path(config)
+    try:
+        data = json.loads((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    family = data.get("model_type") if isinstance(data, dict) else None
+    return family if isinstance(family, str) else None
+
+
+def _refuse_sizes(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The sizes that are given, which have to be none beside --model or --config, of which one may be given."""
     given = {size: getattr(arguments, size) for size in (*SIZES, *OPTIONAL_SIZES)}
     given = {size: value for size, value in given.items() if value is not None}
     whole = [name for name in ("model", "config") if getattr(arguments, name) is not None]
-    if whole:
-        others = [*whole[1:], *given]
-        if others:
-            more = " and ".join(f"--{name.replace('_', '-')}" for name in others)
-            raise ValueError(f"--{whole[0]} says all sizes; leave out {more}")
+    if whole and (others := [*whole[1:], *given]):
+        more = " and ".join(f"--{name.replace('_', '-')}" for name in others)
+        raise ValueError(f"--{whole[0]} says all sizes; leave out {more}")
+    return given
+
+
+def _architecture(arguments: argparse.Namespace) -> Architecture:
+    given = _refuse_sizes(arguments)
+    if arguments.model is not None or arguments.config is not None:
         return MODELS[arguments.model] if arguments.model is not None else from_config(arguments.config)
     missing = [f"--{size}" for size in SIZES if size not in given]
     if missing:

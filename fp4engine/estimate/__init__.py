@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from fp4engine.arguments import is_number, require_bool, require_patterns
+from fp4engine.arguments import is_number, require_bools, require_patterns
+from fp4engine.estimate.architectures import from_transformers
 from fp4engine.estimate.costs import host_seconds, largest_unit, seconds_of, wire
 from fp4engine.estimate.decoder import MODELS, Architecture, Decoder, add_lora, from_config
 from fp4engine.estimate.gpus import GPU, GPUS
@@ -20,10 +21,11 @@ from fp4engine.estimate.memory import traced
 from fp4engine.estimate.request import Request, of_sizes, require_settings, without_memory
 from fp4engine.estimate.result import Estimate, count
 from fp4engine.estimate.trace import Linears, Step
+from fp4engine.modules.borrowed import BorrowedGroupedLinear
 from fp4engine.recipe import Recipe, zoo
 from fp4engine.recipe.base import require_recipe
 
-__all__ = ["GPU", "GPUS", "MODELS", "Architecture", "Estimate", "estimate", "from_config"]
+__all__ = ["GPU", "GPUS", "MODELS", "Architecture", "Estimate", "estimate", "from_config", "from_transformers"]
 
 FITTED = ("nvfp4", "fp8_current")
 """Rows of the recipe book whose steps were measured, beside BF16's, and compared with estimates."""
@@ -42,6 +44,7 @@ def estimate(
     fsdp: int = 1,
     tp: int = 1,
     lora_rank: int = 0,
+    quantized_base: bool = False,
     fp4_all_gather: bool = False,
     host_microseconds: float | None = None,
     loss: Callable[[nn.Module], Tensor] | None = None,
@@ -61,6 +64,8 @@ def estimate(
         fsdp: over how many GPUs parameters, gradients and optimizer state are sharded.
         tp: over how many GPUs heads, the MLP's inner width and the vocabulary are split.
         lora_rank: above 0, freeze the model and train adapters of this rank beside each linear layer of its blocks.
+        quantized_base: with ``lora_rank``: the frozen linear layers are stored as codes (QLoRA), as
+            :func:`fp4engine.quantize_weights` has it; embedding and head stay in BF16.
         fp4_all_gather: FSDP gathers weights as :func:`fp4engine.distributed.fp4_all_gather` has it.
         host_microseconds: what the host takes for one quantized linear layer, forward and backward; a step is no faster
             than all of them. None is :data:`~fp4engine.estimate.gpus.HOST`; 0 is for CUDA graphs, which need no host.
@@ -83,10 +88,14 @@ def estimate(
     step: dict[str, Any] = {
         "recipe": recipe, "gpu": GPUS[gpu], "batch": batch, "sequence": sequence, "parameters": parameters,
         "optimizer": optimizer, "checkpointing": checkpointing, "fsdp": fsdp, "tp": tp, "lora_rank": lora_rank,
-        "fp4_all_gather": fp4_all_gather, "host_microseconds": host_microseconds,
+        "quantized_base": quantized_base, "fp4_all_gather": fp4_all_gather, "host_microseconds": host_microseconds,
     }  # fmt: skip
-    for flag, value in (("checkpointing", checkpointing), ("fp4_all_gather", fp4_all_gather)):
-        require_bool(flag, value)
+    require_bools(checkpointing=checkpointing, fp4_all_gather=fp4_all_gather, quantized_base=quantized_base)
+    if quantized_base and (not lora_rank or recipe is None or fsdp > 1):
+        raise ValueError(
+            "quantized_base=True needs lora_rank of at least 1, a recipe, and fsdp=1 (codes are not sharded), "
+            f"got lora_rank={lora_rank}, recipe={recipe!r} and fsdp={fsdp}"
+        )
     if fp4_all_gather and (fsdp == 1 or tp > 1 or recipe is None):
         raise ValueError(
             "fp4_all_gather=True needs fsdp of at least 2, tp=1 (weights that tensor parallelism splits are gathered "
@@ -157,7 +166,7 @@ def _assemble(
     return Estimate(
         _label(request, name, numbers[0], model), *numbers, held, gradients, states, linears.saved, rest, temporary,
         peak, request.tokens, seconds, useful / (seconds * gpu.bf16), wire(request, model, numel), gpu,
-        tuple(_notes(request)),
+        tuple(_notes(request, model)),
     )  # fmt: skip
 
 
@@ -169,6 +178,7 @@ def _label(request: Request, name: str, whole: int, model: nn.Module) -> str:
         f"{name}, {count(whole)} parameters in {stored or 'no dtype'}",
         f"{request.batch} x {request.sequence} tokens",
         f"LoRA of rank {request.lora_rank}" if request.lora_rank else "",
+        "base stored as codes" if request.quantized_base else "",
         request.optimizer,
         "checkpointing" if request.checkpointing else "",
         f"FSDP {request.fsdp}{' of FP4 codes' * request.fp4_all_gather}" if request.fsdp > 1 else "",
@@ -177,7 +187,7 @@ def _label(request: Request, name: str, whole: int, model: nn.Module) -> str:
     return ", ".join(filter(None, words))
 
 
-def _notes(request: Request) -> list[str]:
+def _notes(request: Request, model: nn.Module) -> list[str]:
     gpu = request.gpu
     notes: list[str] = []
     if not gpu.measured:
@@ -196,6 +206,8 @@ def _notes(request: Request) -> list[str]:
     if any(unmeasured.values()):
         names = " and ".join(name for name, used in unmeasured.items() if used)
         notes.append(f"memory with {names} is computed and not compared with a run")
+    if any(isinstance(module, BorrowedGroupedLinear) for module in model.modules()):
+        notes.append("every expert is given the same number of tokens")
     if request.fsdp > 1 or request.tp > 1:
         notes.append("the time has no communication, and the wire no outer amaxes, which are a few bytes a layer")
     if request.fp4_all_gather:

@@ -50,6 +50,10 @@ GPUS = {
         _gpu("GB200", 186, (2500, 5000, 10000), 8.0, "NVIDIA GB200 NVL72 data sheet"),
         _gpu("B300", 279, (2250, 4500, 14000), 8.0, "NVIDIA Blackwell Ultra data sheet"),
         _gpu("GB300", 279, (2500, 5000, 15000), 8.0, "NVIDIA GB300 NVL72 data sheet"),
+        _gpu("RTX-3090", 24, (71, None, None), 0.936, "NVIDIA Ampere GA102 architecture paper, FP32 accumulation"),
+        _gpu("A10", 24, (125, None, None), 0.6, "NVIDIA A10 data sheet"),
+        _gpu("L4", 24, (121, 242.5, None), 0.3, "NVIDIA L4 data sheet, halved: it counts sparse products"),
+        _gpu("L40S", 48, (362, 733, None), 0.864, "NVIDIA L40S data sheet"),
         _gpu("RTX-4090", 24, (165.2, 330.3, None), 1.008, "NVIDIA Ada GPU architecture paper, FP32 accumulation"),
         _gpu("RTX-5090", 32, (209.5, 419, 1676), 1.792, "NVIDIA RTX Blackwell GPU architecture paper"),
     )

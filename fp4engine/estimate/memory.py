@@ -1,7 +1,8 @@
 """One step on tensors that have shapes and no contents: what is alive, and what linear layers keep."""
 
+import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -15,8 +16,11 @@ from fp4engine.arguments import shown
 from fp4engine.convert import convert
 from fp4engine.estimate.request import Request
 from fp4engine.estimate.trace import AsOnCuda, Flops, Linears, Step, Watch, trace
-from fp4engine.modules import Gemms, GroupedLinear
+from fp4engine.modules import Gemms, GroupedLinear, Linear, QuantizedWeight
+from fp4engine.modules.borrowed import BorrowedGroupedLinear
 from fp4engine.names import covers
+from fp4engine.quantizers import make_quantizer
+from fp4engine.recipe import Recipe
 from fp4engine.state import autocast, current_state
 
 
@@ -27,11 +31,14 @@ def traced(request: Request) -> tuple[nn.Module, Step, Linears]:
         model = request.build()
         watch = stack.enter_context(Watch())
         stack.enter_context(AsOnCuda())
-        for tensor in (*model.parameters(), *model.buffers()):
-            watch.hold(tensor)
-        if request.recipe is not None:
+        if request.recipe is not None or any(map(_routes, model.modules())):
             keep = [pattern for pattern in request.keep if pattern != "lm_head" or _covers_some(model, pattern)]
             convert(model, keep_high_precision=keep)
+            if request.quantized_base:
+                assert request.recipe is not None
+                _store_frozen(model, request.recipe)
+        for tensor in (*stored_tensors(model), *model.buffers()):
+            watch.hold(tensor)
 
         region = partial(autocast, enabled=request.recipe is not None, recipe=request.recipe)
         with region():
@@ -50,10 +57,59 @@ def traced(request: Request) -> tuple[nn.Module, Step, Linears]:
         for parameter in model.parameters():
             if request.fsdp > 1 and parameter.requires_grad:  # only this rank's shard of a gradient stays
                 parameter.register_post_accumulate_grad_hook(partial(_shard_gradient, request, shards))
+        for module in model.modules():
+            if isinstance(module, BorrowedGroupedLinear):
+                module.register_forward_pre_hook(_route_evenly)
         heard = _HeardLoss(loss)
         step = trace(model, heard, watch)
         linears = Linears(heard.saved, _counts(model), heard.fprop)
     return model, step, linears
+
+
+def _routes(module: nn.Module) -> bool:
+    """Whether ``module`` is transformers' experts, whose own implementations ask for values or count no FLOPs."""
+    if "transformers" not in sys.modules:
+        return False
+    from fp4engine.modules.hugging_face import can_adopt_experts
+
+    return can_adopt_experts(module)
+
+
+def _route_evenly(module: BorrowedGroupedLinear, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Every expert gets the same number of rows, up to one: a router on fake tensors says nothing else."""
+    inp, _, *rest = args
+    rows, experts = inp.shape[0], module.num_gemms
+    return inp, [rows // experts + (index < rows % experts) for index in range(experts)], *rest
+
+
+def stored_tensors(model: nn.Module) -> Iterator[Tensor]:
+    """The parameters of ``model``; of one that is stored as codes, the tensors that are stored."""
+    for parameter in model.parameters():
+        if isinstance(parameter, QuantizedWeight):
+            yield from parameter.tensors()
+        else:
+            yield parameter
+
+
+def _store_frozen(model: nn.Module, recipe: Recipe) -> None:
+    """What :func:`fp4engine.quantize_weights` does, of weights without values, in which it would look for a NaN.
+
+    Raises:
+        ValueError: the recipe leaves weights in high precision, or delays scaling.
+    """
+    stored = 0
+    for module in model.modules():
+        if isinstance(module, Linear) and not module.weight.requires_grad:
+            quantizer = make_quantizer(recipe, module.role("weight", recipe))
+            if recipe.is_delayed or quantizer.rowwise_spec is None:
+                raise ValueError(
+                    f"quantized_base=True needs a recipe that casts weights by their own amax, got {recipe!r}"
+                )
+            weight = QuantizedWeight.from_values(module.weight.detach(), quantizer)
+            weight.is_frozen = True
+            module.weight = nn.Parameter(weight, requires_grad=False)
+            stored += 1
+    assert stored, "adapters leave frozen linear layers"
 
 
 def _covers_some(model: nn.Module, pattern: str) -> bool:
@@ -82,7 +138,7 @@ class _HeardLoss:
         self.fprop: Flops = {}
 
     def __call__(self, model: nn.Module) -> Tensor:
-        own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+        own = {tensor.untyped_storage()._cdata for tensor in stored_tensors(model)}
         kept: dict[int, Any] = {}  # a freed storage leaves, since its address may be used again
 
         def pack(tensor: Tensor) -> Tensor:

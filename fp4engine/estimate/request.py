@@ -47,6 +47,7 @@ class Request:
     fsdp: int
     tp: int
     lora_rank: int
+    quantized_base: bool
     fp4_all_gather: bool
     host_microseconds: float | None
     keep: tuple[str, ...]

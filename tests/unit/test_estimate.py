@@ -8,8 +8,8 @@ import torch
 
 import fp4engine
 from fp4engine.estimate import MODELS as KNOWN
-from fp4engine.estimate import Architecture, estimate, from_config
-from fp4engine.estimate.decoder import Decoder
+from fp4engine.estimate import Architecture, estimate, from_config, from_transformers
+from fp4engine.estimate.decoder import Decoder, add_lora
 from fp4engine.estimate.gpus import HOST
 from fp4engine.recipe import zoo
 from gpt.measure import saved_by_linears
@@ -228,6 +228,40 @@ def test_checkpointing_lora_and_sharding_change_what_they_should() -> None:
     assert any("computed and not compared" in note for note in split.notes)
 
 
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4_rht32", "quartet2"])
+def test_a_base_stored_as_codes_takes_what_quantize_weights_makes_of_it(name: str) -> None:
+    recipe, sizes = zoo.make(name), Architecture(2, 128, 2, 384, 256)
+    plain, codes = (
+        estimate(sizes, recipe=recipe, sequence=64, lora_rank=4, quantized_base=stored) for stored in (False, True)
+    )
+    model = Decoder(sizes, lambda block: block).to(torch.bfloat16)
+    add_lora(model, 4, torch.float32)
+    fp4engine.convert(model, keep_high_precision=["lm_head", "**.lora_a", "**.lora_b"])
+    stored = fp4engine.quantize_weights(model, recipe)
+    assert len(stored.quantized) == 2 * 7
+    assert codes.parameter_bytes == stored.nbytes_after < plain.parameter_bytes
+    assert (codes.parameters, codes.trained) == (plain.parameters, plain.trained)
+    assert codes.saved_by_linears < plain.saved_by_linears or name == "quartet2"
+    assert codes.peak < plain.peak and "base stored as codes" in codes.label
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"lora_rank": 0}, "quantized_base=True needs lora_rank of at least 1.* got lora_rank=0"),
+        ({"recipe": None}, "quantized_base=True needs .* a recipe"),
+        ({"fsdp": 2}, "quantized_base=True needs .* fsdp=1"),
+        ({"recipe": zoo.make("high_precision")}, "needs a recipe that casts weights by their own amax"),
+        ({"recipe": zoo.make("fp8_delayed")}, "needs a recipe that casts weights by their own amax"),
+        ({"quantized_base": 1}, "quantized_base must be True or False"),
+    ],
+)
+def test_a_base_that_cannot_be_stored_as_codes_is_refused(changes: dict, said: str) -> None:
+    arguments = {"recipe": zoo.make("nvfp4"), "lora_rank": 4, "quantized_base": True, "sequence": 32}
+    with pytest.raises(ValueError, match=said):
+        estimate(SMALL, **{**arguments, **changes})
+
+
 @pytest.mark.parametrize("name", ["bf16", "nvfp4"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_share_of_the_peak_is_of_the_models_own_flops(name: str, checkpointing: bool) -> None:
@@ -357,6 +391,55 @@ def test_a_config_means_the_parameters_that_transformers_makes_of_it(name: str) 
         with torch.device("meta"):
             mine = Decoder(from_config(data), lambda block: block)
         assert sum(parameter.numel() for parameter in mine.parameters()) == parameters
+
+
+TINY = {**GROUPED, "vocab_size": 128}
+BUILT = {
+    "gemma": {**TINY, "head_dim": 16},
+    "qwen3_moe": {**TINY, "num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2},
+    "mixtral": {**TINY, "num_local_experts": 3},
+    "bert": TINY,
+    "t5": {"d_model": 64, "d_ff": 96, "num_layers": 2, "num_heads": 4, "d_kv": 16, "vocab_size": 128},
+    "whisper": {
+        "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96, "vocab_size": 128,
+        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "max_source_positions": 40,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.no_poison  # a poisoned torch.empty makes no meta tensors
+@pytest.mark.parametrize("family", BUILT)
+def test_what_transformers_builds_is_estimated(family: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    start = {"decoder_start_token_id": 0} if family in ("t5", "whisper") else {}
+    transformers.AutoConfig.for_model(family, **BUILT[family], **start).save_pretrained(tmp_path)
+    model, loss = from_transformers(tmp_path, batch=2, sequence=32)
+    plain, cast = (
+        estimate(model, recipe=recipe, batch=2, sequence=32, loss=loss, host_microseconds=0)
+        for recipe in (None, zoo.make("nvfp4"))
+    )
+    assert plain.parameters == cast.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert 0 < cast.saved_by_linears < plain.saved_by_linears and cast.peak < plain.peak
+    flops = [made.share_of_peak * made.seconds for made in (plain, cast)]
+    assert flops[0] == pytest.approx(flops[1])
+    assert ("every expert is given the same number of tokens" in plain.notes) == (family in ("qwen3_moe", "mixtral"))
+    assert family != "whisper" or "Conditional" in type(model).__name__
+
+
+@pytest.mark.parametrize(
+    ("said", "config"),
+    [
+        ("transformers builds vit for none of", {"model_type": "vit"}),
+        ("transformers cannot read", {"model_type": "no_such_family"}),
+        ("transformers cannot build gemma", {"model_type": "gemma", "hidden_size": -1}),
+    ],
+)
+def test_what_transformers_cannot_build_is_refused(said: str, config: dict, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=said):
+        from_transformers(tmp_path)
 
 
 def test_norms_of_heads_keep_what_they_read() -> None:

@@ -83,6 +83,19 @@ def test_every_recipe_can_be_shown(name: str, capsys) -> None:
     assert name in capsys.readouterr().out
 
 
+def test_a_config_of_another_family_is_built_by_transformers(tmp_path, capsys) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.AutoConfig.for_model("gemma", **sizes, num_key_value_heads=2, head_dim=16, vocab_size=128)
+    config.save_pretrained(tmp_path)
+    command = ["estimate", "--config", str(tmp_path), "--gpu", "L4", "--sequence", "32"]
+    assert main(command) == 0
+    assert f"{tmp_path.name} in nvfp4, 0.07M parameters in float32" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main([*command, "--lora-rank", "8"])
+    assert "lora_rank are for an Architecture" in capsys.readouterr().err
+
+
 BAD = {
     "no command": [],
     "no such command": ["frobnicate"],

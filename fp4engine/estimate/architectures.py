@@ -1,0 +1,67 @@
+"""Models of transformers from their configuration alone, on ``meta``, with a loss to trace."""
+
+from collections.abc import Callable
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp4engine.arguments import require_integer, require_one_of, require_path
+
+TASKS = ("AutoModelForSpeechSeq2Seq", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM", "AutoModelForCausalLM")
+"""Classes of transformers whose input is known; the first that has the family, unless the configuration names one."""
+
+
+def from_transformers(
+    config: str | PathLike[str], *, batch: int = 1, sequence: int = 2048, parameters: str = "fp32"
+) -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+    """The model of a Hugging Face configuration, on ``meta``, and its loss, for :func:`fp4engine.estimate.estimate`.
+
+    Language models and sequence-to-sequence models get ``batch`` rows of ``sequence`` tokens; those of speech
+    ``sequence`` tokens for the decoder, and as much audio as the encoder has positions for.
+
+    Args:
+        config: a ``config.json`` or the folder that holds it.
+        parameters: ``"fp32"`` or ``"bf16"``.
+
+    Raises:
+        ValueError: transformers is not installed, cannot read the file or build the model, or builds it for no task of
+            :data:`TASKS`.
+    """
+    batch, sequence = require_integer("batch", batch, 1), require_integer("sequence", sequence, 1)
+    require_one_of("parameters", parameters, ("fp32", "bf16"))
+    path = require_path("config", config)
+    try:
+        import transformers
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{path} is of a family that transformers builds: pip install transformers") from error
+    try:
+        read: Any = transformers.AutoConfig.from_pretrained(str(path), local_files_only=True)
+    except Exception as error:  # of many kinds, by what the file lacks
+        raise ValueError(f"transformers cannot read {path}: {error}") from error
+    mappings: dict[str, Any] = {task: getattr(transformers, task) for task in TASKS}
+    known = {task: auto._model_mapping for task, auto in mappings.items()}
+    built = {task: classes[type(read)] for task, classes in known.items() if type(read) in classes}
+    named = [task for task, made in built.items() if getattr(made, "__name__", "") in (read.architectures or ())]
+    task = next(iter((*named, *built)), None)
+    if task is None:
+        raise ValueError(f"transformers builds {read.model_type} for none of {', '.join(TASKS)}; estimate a module")
+    dtype = torch.bfloat16 if parameters == "bf16" else torch.float32
+    try:
+        with torch.device("meta"):
+            model: nn.Module = mappings[task].from_config(read, dtype=dtype).train()
+    except Exception as error:  # likewise
+        raise ValueError(f"transformers cannot build {read.model_type} from {path}: {error}") from error
+
+    def loss(model: nn.Module) -> Tensor:
+        tokens = torch.zeros((batch, sequence), dtype=torch.int64)
+        inputs = {"input_ids": tokens}
+        if task == "AutoModelForSpeechSeq2Seq":
+            bins, frames = getattr(read, "num_mel_bins", None), 2 * getattr(read, "max_source_positions", 0)
+            if bins is None or not frames:
+                raise ValueError(f"the input of {read.model_type} is not known: estimate a module with a loss instead")
+            inputs = {"input_features": torch.zeros((batch, bins, frames), dtype=dtype)}
+        return model(**inputs, labels=tokens).loss
+
+    return model, loss
