@@ -59,9 +59,9 @@ def main() -> None:
     parser.add_argument("--one-by-one", action="store_true", help="compile the kernels of a launch one after the other")
     arguments = parser.parse_args()
     if arguments.one_by_one:
-        from fp4engine.kernels import launch
+        from fp4engine.kernels import compiling
 
-        launch._compile_side_by_side = lambda calls: None
+        compiling.PARSES_IN_THREADS = False
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TRITON_CACHE_DIR"] = folder
         rows = steps(Path(folder))

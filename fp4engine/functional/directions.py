@@ -4,6 +4,7 @@ Whatever a launch depends on is in the key by which it is looked up: the functio
 caches bounded.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import lru_cache, partial
@@ -117,11 +118,47 @@ def run_forward(
             requests.append(Request("weight", plan.weight, weight, True, needs.dgrad))
         more, pasts = _beside(call, requests, tensors)
         names += more
-    direction = _resolve_forward(*asked, names, _told(tensors), pasts)
+    told = _told(tensors)
+    direction = _resolve_forward(*asked, names, told, pasts)
     if direction is None:
         return None
+    if direction.launch.is_new:
+        direction.launch.beside(_compiling_backward(call, direction, told, kept_before, weight, bias))
     (y,), kept = direction(tensors)
     return y, kept + kept_before, direction.layout
+
+
+def _compiling_backward(
+    call: Call, direction: Direction, told: Told, kept_before: Sequence[Tensor], weight: Tensor, bias: Tensor | None
+) -> Callable[[], None] | None:
+    """What compiles the kernels of the backward that most likely follows, so that both directions compile at once.
+
+    It is a guess: the gradient of the output is contiguous and has its dtype. A wrong one costs time of other cores.
+    None where no backward follows, or where it depends on what ranks share or histories say.
+    """
+    plan, needs = call.plan, Needs(call.needs_dgrad, call.needs_wgrad, bias is not None and bias.requires_grad)
+    if call.shards is not None or plan.is_stateful or not (needs.dgrad or needs.wgrad):
+        return None
+    made = [_contiguous(*output) for output in direction.launch.outputs]
+    kept = (*made[1:], *[told[position] for position in direction.inputs], *_told(kept_before))
+    names, expected = ("grad", *("kept",) * len(kept)), (made[0], *kept)
+    if plan.draws_in_backward:
+        names, expected = (*names, "state"), (*expected, _contiguous((2,), torch.int64))
+    dtypes = call.dtype, weight.dtype, None if bias is None else bias.dtype
+    later, setting, device = call.main_grad is not None, _setting(call, "backward"), weight.device
+    asked = plan, direction.layout, needs, weight.shape[1], dtypes, later, setting, device, names, expected, ()
+
+    def compile_backward() -> None:
+        backward = _resolve_backward(*asked)
+        if backward is not None:
+            backward.launch.compile(expected)
+
+    return compile_backward
+
+
+def _contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> Facts:
+    """The facts of a tensor that is allocated."""
+    return Facts(shape, tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape))), dtype, True)
 
 
 def run_backward(

@@ -9,9 +9,7 @@ this package reaches a GPU, or Triton's interpreter, in another way; products of
 """
 
 import math
-import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from contextvars import Context
 from copy import copy
@@ -22,10 +20,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from triton import AsyncCompileMode, JITFunction
+from triton import JITFunction
 
 from fp4engine.constants import ALIGNMENT, MOST_QUESTIONS
 from fp4engine.formats.one_buffer import offsets, offsets_by_lifetime
+from fp4engine.kernels.compiling import KernelCall, Mock, compile_side_by_side, telling
 from fp4engine.kernels.target import E4M3, PAIRS, hardware_of
 
 
@@ -259,6 +258,7 @@ class Launch:
     Attributes:
         outputs: shape and dtype of what a call returns.
         steps: the kernels that a call starts, in their order.
+        is_new: whether nobody has asked yet what is to be compiled beside it, see :meth:`beside`.
         kept_at: the byte of the last output at which each kept buffer begins.
     """
 
@@ -271,6 +271,7 @@ class Launch:
         outputs: Sequence[Place],
         kept: Sequence[Place],
     ) -> None:
+        self.is_new = True
         self._index = device.index if device.type == "cuda" else None
         self._may_be_elsewhere = device.type == "cuda" and torch.cuda.device_count() > 1
         self.steps = [step for step in steps if isinstance(step, Step)]
@@ -314,6 +315,23 @@ class Launch:
         """What nobody has to compute, such as a matrix without rows, has to be there all the same."""
         if not there.issuperset(needed):
             self._segments.append(_Kernels(layout, [], there, needed))
+
+    def beside(self, work: Callable[[], None] | None) -> None:
+        """Have ``work`` run in a thread of its own while the kernels are compiled, at the first call.
+
+        Nobody waits for it but the end of the process, and what it raises is dropped.
+        """
+        self.is_new = False
+        segment = next((segment for segment in self._segments if isinstance(segment, _Kernels)), None)
+        if segment is not None:
+            segment.beside = work
+
+    def compile(self, inputs: Sequence[Facts | None]) -> None:
+        """Compile the kernels as a call with tensors of these facts would, without a tensor."""
+        calls = [call for segment in self._segments if isinstance(segment, _Kernels) for call in segment.mocked(inputs)]
+        if calls:
+            with nullcontext() if self._index is None else torch.cuda.device(self._index):
+                Context().run(compile_side_by_side, calls)
 
     def __call__(self, *inputs: Tensor | None) -> list[Tensor]:
         """Allocate the buffers, start the kernels, return the outputs. Does not wait for the device."""
@@ -415,6 +433,7 @@ class _Kernels:
                 self._parts.append((self._tensors.index(index), start))
         self._slots = slots
         self._starts: list[_Start] | None = None
+        self.beside: Callable[[], None] | None = None
 
     def __call__(self, tensors: list[Any]) -> None:
         for index, allocate in self._allocations:
@@ -433,31 +452,60 @@ class _Kernels:
 
     def _start_by_triton(self, tensors: Sequence[Any]) -> None:
         """Start the kernels by ``kernel[grid](...)``, which compiles them, and note how to start them again."""
-        values: dict[int, Any] = {}
-        for argument, slot in self._slots.items():
-            place = argument.place if isinstance(argument, Block) else argument
-            tensor = self._layout.tensor(place.position, tensors)
-            tensor = tensor if knows_fp8(self._layout.device) else as_bytes(tensor)
-            values[slot] = argument.describe(tensor) if isinstance(argument, Block) else tensor
-        passed = [
-            [(slot := self._slots.get(a) if isinstance(a, Place | Block) else None, a if slot is None else values[slot])
-             for a in step.arguments]
-            for step in self._steps
-        ]  # fmt: skip
-        calls = [
-            (step, tuple(argument for _, argument in arguments))
-            for step, arguments in zip(self._steps, passed, strict=True)
-        ]
+        tensor_at = partial(self._layout.tensor, tensors=tensors)
+        passed = self._passed(tensor_at if knows_fp8(self._layout.device) else lambda at: as_bytes(tensor_at(at)))
+        calls = _calls(self._steps, passed)
         is_jit = all(isinstance(step.kernel, JITFunction) for step in self._steps)
-        if is_jit:
-            Context().run(_compile_side_by_side, calls)  # in a context of its own: a failure leaves Triton's mode set
-        with nullcontext() if is_jit else _interpreter:
-            compiled = [step.kernel[(step.programs,)](*arguments, **step.options) for step, arguments in calls]
+        beside, self.beside = self.beside, None
+        with telling(calls) if is_jit else _interpreter:
+            if is_jit:
+                Context().run(compile_side_by_side, calls, beside)
+            compiled = [call.kernel[(call.programs,)](*call.arguments, **call.options) for call in calls]
         if is_jit:
             self._starts = [
                 _Start(made, step.programs, *zip(*arguments, strict=True))
                 for made, step, arguments in zip(compiled, self._steps, passed, strict=True)
             ]
+
+    def mocked(self, inputs: Sequence[Facts | None]) -> list[KernelCall]:
+        """The kernels, each with arguments that have dtype and alignment of those of a call, and no memory."""
+        where, made, has_fp8 = self._layout.where, self._layout.made, knows_fp8(self._layout.device)
+
+        def mock(position: int) -> Mock | None:
+            index, start = where[position]
+            told = inputs[index] if index < len(inputs) else None
+            if index < len(inputs) and told is None:
+                return None
+            dtype = told.dtype if told is not None and index == position else made[position].dtype
+            is_fp8 = dtype.is_floating_point and dtype.itemsize == 1
+            return Mock(
+                torch.uint8 if is_fp8 and not has_fp8 else dtype, start + (told is not None and not told.aligned)
+            )
+
+        return _calls(self._steps, self._passed(mock))
+
+    def _passed(self, value_at: Callable[[int], Any]) -> list[list[tuple[int | None, Any]]]:
+        """For each kernel its arguments, and for each of these where its address is; None for a constant.
+
+        Args:
+            value_at: what lies at a position, as kernels take it.
+        """
+        values: dict[int, Any] = {}
+        for argument, slot in self._slots.items():
+            value = value_at((argument.place if isinstance(argument, Block) else argument).position)
+            values[slot] = argument.describe(value) if isinstance(argument, Block) else value
+        return [
+            [(slot := self._slots.get(a) if isinstance(a, Place | Block) else None, a if slot is None else values[slot])
+             for a in step.arguments]
+            for step in self._steps
+        ]  # fmt: skip
+
+
+def _calls(steps: Sequence[Step], passed: Sequence[Sequence[tuple[int | None, Any]]]) -> list[KernelCall]:
+    return [
+        KernelCall(step.kernel, step.programs, tuple(argument for _, argument in arguments), step.options)
+        for step, arguments in zip(steps, passed, strict=True)
+    ]
 
 
 class _Address:
@@ -503,18 +551,6 @@ class _Start:
 
 _interpreter = RLock()
 """Held while Triton's interpreter runs kernels: it has one state for all threads, the number of a program among it."""
-
-_PARSES_IN_THREADS = sys.version_info >= (3, 11, 8)
-"""Before, CPython counts the depth of a syntax tree for all threads together, and now and then raises SystemError."""
-
-
-def _compile_side_by_side(calls: Sequence[tuple[Step, tuple[Any, ...]]]) -> None:
-    """Compile kernels that Triton has not compiled yet, each in a thread: it takes seconds, mostly outside Python."""
-    if len(calls) < 2 or not _PARSES_IN_THREADS:
-        return
-    with ThreadPoolExecutor(len(calls)) as threads, AsyncCompileMode(threads):
-        for step, arguments in calls:
-            step.kernel.warmup(*arguments, grid=(step.programs,), **step.options)
 
 
 @cache

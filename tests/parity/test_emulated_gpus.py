@@ -9,11 +9,14 @@ import torch
 pytest.importorskip("triton")
 
 import triton
+from triton import JITFunction
 
 import fp4engine
 from fp4engine import ops, reference
 from fp4engine.formats import E4M3, E5M2, CastSpec, fp8, fp8_block
-from fp4engine.recipe import NVFP4BlockScaling
+from fp4engine.kernels import compiling
+from fp4engine.kernels.launch import Launch
+from fp4engine.recipe import Float8CurrentScaling, NVFP4BlockScaling
 from tests.emulated_gpu import emulated
 from tests.parity import test_block_casts as block_casts
 from tests.parity import test_gemm_kernel as gemm
@@ -153,3 +156,24 @@ def test_a_step_of_a_layer(capability):
         found = step()
     assert {path.split("/")[1] for path in ops.executed_paths()} == {"triton"}
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_backward_that_follows_is_compiled_beside_the_forward(monkeypatch):
+    """What it compiles without tensors is what a backward pass starts."""
+    compiled, works = [], []
+    compile_kernel = JITFunction._do_compile
+    monkeypatch.setattr(
+        JITFunction, "_do_compile", lambda self, key, *rest: compiled.append(self) or compile_kernel(self, key, *rest)
+    )
+    monkeypatch.setattr(Launch, "beside", lambda self, work: works.append(work))
+    monkeypatch.setattr(compiling, "PARSES_IN_THREADS", True)
+    with emulated(86):
+        layer, inp = fp4engine.Linear(48, 32, dtype=BF16), torch.randn(2, 16, 48, dtype=BF16, requires_grad=True)
+        with fp4engine.autocast(recipe=Float8CurrentScaling()):
+            y = layer(inp)
+        (work,), of_forward = works, len(compiled)
+        assert work is not None
+        work()
+        together = len(compiled)
+        y.backward(torch.randn_like(y))
+    assert 0 < of_forward < together == len(compiled)

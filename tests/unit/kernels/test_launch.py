@@ -19,7 +19,7 @@ from fp4engine import capability, ops
 from fp4engine.formats import E8M0, CastSpec, Outer, RoundingMode, ScaleRule
 from fp4engine.formats.one_buffer import offsets_by_lifetime
 from fp4engine.functional import make_linear_plan
-from fp4engine.kernels import launch
+from fp4engine.kernels import compiling, launch
 from fp4engine.kernels.gemm_launch import block_of
 from fp4engine.kernels.launch import Block, Draft, Facts, Launch, Matrix, facts
 from fp4engine.recipe import Float8BlockScaling, Float8CurrentScaling, NVFP4BlockScaling
@@ -229,7 +229,7 @@ def test_what_triton_compiled_is_started_again(monkeypatch, streams):
 
 
 def test_kernels_are_compiled_side_by_side_by_the_first_call_alone(monkeypatch, streams):
-    monkeypatch.setattr(launch, "_PARSES_IN_THREADS", True)
+    monkeypatch.setattr(compiling, "PARSES_IN_THREADS", True)
     monkeypatch.setattr(launch, "JITFunction", Compiled)
     kernel, draft = Compiled(), Draft(torch.device("cpu"), inputs=1)
     for programs in (3, 5):
@@ -243,7 +243,7 @@ def test_kernels_are_compiled_side_by_side_by_the_first_call_alone(monkeypatch, 
 
 def test_a_python_that_cannot_parse_in_threads_compiles_one_kernel_after_the_other(monkeypatch):
     """CPython before 3.11.8 raised SystemError in a launch's first call: "AST constructor recursion depth mismatch"."""
-    monkeypatch.setattr(launch, "_PARSES_IN_THREADS", False)
+    monkeypatch.setattr(compiling, "PARSES_IN_THREADS", False)
     monkeypatch.setattr(launch, "JITFunction", Compiled)
     kernel, draft = Compiled(), Draft(torch.device("cpu"), inputs=1)
     for programs in (3, 5):
@@ -273,8 +273,8 @@ def test_a_kernel_that_does_not_compile_leaves_the_next_launch_able_to(monkeypat
         def warmup(self, *arguments, grid, **options):
             active.get().wrong = True
 
-    monkeypatch.setattr(launch, "_PARSES_IN_THREADS", True)
-    monkeypatch.setattr(launch, "AsyncCompileMode", Mode)
+    monkeypatch.setattr(compiling, "PARSES_IN_THREADS", True)
+    monkeypatch.setattr(compiling, "AsyncCompileMode", Mode)
     monkeypatch.setattr(launch, "JITFunction", Compiled)
     for kind in (Wrong, Compiled, Wrong, Compiled):
         kernel, draft = kind(), Draft(torch.device("cpu"), inputs=1)
@@ -287,6 +287,50 @@ def test_a_kernel_that_does_not_compile_leaves_the_next_launch_able_to(monkeypat
         else:
             draft.launch()(torch.zeros(1))
             assert len(kernel.warmed) == len(kernel.started) == 2
+
+
+class Late(Compiled):
+    """A kernel that takes long to compile."""
+
+    __name__ = "late_kernel"
+
+    def __getitem__(self, grid):
+        time.sleep(0.3)
+        return super().__getitem__(grid)
+
+
+@pytest.mark.parametrize("kind", [Compiled, Late])
+def test_what_is_compiled_is_told_once_where_it_takes_long(monkeypatch, streams, caplog, kind):
+    monkeypatch.setattr(compiling, "PATIENCE", 0.1)
+    monkeypatch.setattr(launch, "JITFunction", Compiled)
+    draft = Draft(torch.device("cpu"), inputs=1)
+    draft.step(kind(), 3, *draft.inputs)
+    made = draft.launch()
+    for _ in range(2):
+        made(torch.zeros(2))
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * (kind is Late)
+    assert ("Triton is compiling late_kernel;" in caplog.text) == (kind is Late)
+
+
+def test_what_runs_beside_the_first_call_neither_delays_nor_breaks_it(monkeypatch, streams):
+    monkeypatch.setattr(compiling, "PARSES_IN_THREADS", True)
+    monkeypatch.setattr(launch, "JITFunction", Compiled)
+    kernel, draft, may_go, ran = Compiled(), Draft(torch.device("cpu"), inputs=1), threading.Event(), threading.Event()
+    draft.step(kernel, 3, *draft.inputs)
+    made = draft.launch()
+
+    def work():
+        assert kernel.warmed  # Triton knows of the launch's own kernels
+        may_go.wait(30)
+        ran.set()
+        raise ValueError("nobody hears of it")
+
+    assert made.is_new
+    made.beside(work)
+    made(torch.zeros(2))
+    assert kernel.started and not ran.is_set() and not made.is_new
+    may_go.set()
+    assert ran.wait(30)
 
 
 def test_scratch_of_nothing_is_passed_too(planned):
@@ -363,7 +407,7 @@ def test_nothing_else_starts_a_kernel():
         for path in PACKAGE.rglob("*.py")
         if (lines := started_elsewhere(ast.parse(path.read_text())))
     }
-    assert sorted(found) == ["kernels/launch.py"]
+    assert sorted(found) == ["kernels/compiling.py", "kernels/launch.py"]
 
 
 def test_the_walk_sees_a_start():
