@@ -163,14 +163,14 @@ def two_to(biased):
 
 
 @triton.jit
-def random_of_elements(rng_ptr, stream, row, group, like, CAST: tl.constexpr):
+def random_of_elements(rng_ptr, stream, row, group, like, CAST: tl.constexpr, HARDWARE: tl.constexpr):
     """Random bits of every element: 16 tensors, int32 like ``like >= 0``. ``group``: of 16 neighbours in its row."""
     if CAST.sharded:
         group, row = in_the_whole(rng_ptr, group, row, stream | CAST.side)
-    words = random_words(rng_ptr, group, row, stream | CAST.side, like)
+    words = random_words(rng_ptr, group, row, stream | CAST.side, like, HARDWARE)
     low_words = words
     if CAST.random_bits == 16:
-        low_words = random_words(rng_ptr, group, row, (stream | CAST.side) | 16, like)
+        low_words = random_words(rng_ptr, group, row, (stream | CAST.side) | 16, like, HARDWARE)
     random = ()
     for i in tl.static_range(16):
         bits = (words[i // 4] >> (8 * (i % 4))) & 0xFF
@@ -209,11 +209,11 @@ def rounded_scale(scale, outer_decode_scale, CAST: tl.constexpr, HARDWARE: tl.co
 
 
 @triton.jit
-def stochastic_e4m3(scale, is_number, rng_ptr, block, row, stream, CAST: tl.constexpr):
+def stochastic_e4m3(scale, is_number, rng_ptr, block, row, stream, CAST: tl.constexpr, HARDWARE: tl.constexpr):
     """E4M3 bits of ``scale >= 0``, rounded with 16 random bits of the block's; NaN unless ``is_number``."""
     if CAST.sharded:
         block, row = in_the_whole(rng_ptr, block, row, stream | CAST.side)
-    word, _, _, _ = random_words(rng_ptr, block, row, stream | CAST.side | 32, tl.abs(scale))
+    word, _, _, _ = random_words(rng_ptr, block, row, stream | CAST.side | 32, tl.abs(scale), HARDWARE)
     random = (word & 0xFFFF).to(tl.int32, bitcast=True)
     GRID: tl.constexpr = CAST.scale_grid
     return tl.where(is_number, encode_element(scale, random, GRID, "stochastic", 16), 0x7F).to(tl.uint8)
@@ -365,7 +365,7 @@ def cast_tile(
     random = ()
     if CAST.random_bits:
         group = col0 // 16 + sixteenth % (TILE_C // 16)
-        random = random_of_elements(rng_ptr, stream, row0 + sixteenth // (TILE_C // 16), group, m, CAST)
+        random = random_of_elements(rng_ptr, stream, row0 + sixteenth // (TILE_C // 16), group, m, CAST, HARDWARE)
     outer_amax = outer_of(m, amax_ptr, whole_ptr, parts, row0, col0, R, width // 128, CAST, TILE_R)
     row_scale = outer_encode_scale(outer_amax, CAST.numerator)
     outer_scale = repeat(row_scale, COLS)
@@ -417,7 +417,7 @@ def cast_tile(
             stored = decode_scale * ratio
         else:
             is_number = decode_scale <= 448.0
-            stored = stochastic_e4m3(decode_scale * ratio, is_number, rng_ptr, block_index, row, stream, CAST)
+            stored = stochastic_e4m3(decode_scale * ratio, is_number, rng_ptr, block_index, row, stream, CAST, HARDWARE)
             decode_scale = from_e4m3(stored, HARDWARE)
     if CAST.correction == "scalar":
         factor = repeat(tl.div_rn(outer_amax, tl.zeros_like(outer_amax) + CAST.numerator), TILE_C // 16)

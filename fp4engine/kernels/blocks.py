@@ -216,7 +216,7 @@ def align_kernel(
     if CAST.correction == "eden":
         row = index // blocks
         is_number = tl.abs(scaled) <= FLT_MAX
-        stored = stochastic_e4m3(scaled, is_number, rng_ptr, index - row * blocks, row, stream, CAST)
+        stored = stochastic_e4m3(scaled, is_number, rng_ptr, index - row * blocks, row, stream, CAST, HARDWARE)
     else:
         stored = to_e4m3(scaled, HARDWARE)
     tl.store(out_ptr + index, stored, mask=inside)

@@ -264,16 +264,16 @@ def candidate(
 
 
 @triton.jit
-def draw_block(rng_ptr, block, row, stream, like, SIDE: tl.constexpr):
+def draw_block(rng_ptr, block, row, stream, like, SIDE: tl.constexpr, HARDWARE: tl.constexpr):
     """Random words of the blocks, and those of the lower bits if 16 are asked for; see :func:`random_words`."""
     random = ()
     low_random = ()
     if SIDE.random_bits:
         if SIDE.sharded:
             block, row = in_the_whole(rng_ptr, block, row, stream | SIDE.bit)
-        random = random_words(rng_ptr, block, row, stream | SIDE.bit, like)
+        random = random_words(rng_ptr, block, row, stream | SIDE.bit, like, HARDWARE)
         if SIDE.random_bits == 16:
-            low_random = random_words(rng_ptr, block, row, (stream | SIDE.bit) ^ 16, like)
+            low_random = random_words(rng_ptr, block, row, (stream | SIDE.bit) ^ 16, like, HARDWARE)
     return random, low_random
 
 
@@ -366,10 +366,10 @@ def cast_block(
     if SIDE.tiled:
         amax = tile_amax(amax, OUTER, INNER)
     if IN_WORDS:
-        random, _ = draw_block(rng_ptr, block, row, stream, amax, SIDE)
+        random, _ = draw_block(rng_ptr, block, row, stream, amax, SIDE, HARDWARE)
         scale_inv, words = cast_words(x, amax, outer_amax, random, SIDE, HARDWARE)
     elif SIDE.error is not None:
-        random, low_random = draw_block(rng_ptr, block, row, stream, amax, SIDE)
+        random, low_random = draw_block(rng_ptr, block, row, stream, amax, SIDE, HARDWARE)
         outer_scale = outer_encode_scale(outer_amax, SIDE.numerator)
         scale_inv, words = four_over_six(
             x, amax, outer_amax, outer_scale, random, low_random, SIDE, OUTER, INNER, FUSED, HARDWARE
@@ -382,7 +382,7 @@ def cast_block(
             scale_inv = searched(x, scale_inv, outer_scale, SIDE, OUTER, INNER, HARDWARE)
             decode_scale = from_e4m3(scale_inv, HARDWARE)
             encode_scale = element_encode_scale(decode_scale, reciprocal(outer_scale, HARDWARE), HARDWARE)
-        random, low_random = draw_block(rng_ptr, block, row, stream, encode_scale, SIDE)
+        random, low_random = draw_block(rng_ptr, block, row, stream, encode_scale, SIDE, HARDWARE)
         x = elements_of(x) if AS_WORDS else x
         words = cast_elements(x, decode_scale, encode_scale, random, low_random, SIDE, FUSED, HARDWARE)
     if SIDE.words == 2 and not IN_WORDS:

@@ -337,32 +337,59 @@ def undone(y):
     return tl.minimum(y, tl.fma(y, 2.0, -1.0))
 
 
+def _philox_ptx() -> str:
+    """Philox4x32-10 in PTX: words ``$0`` to ``$3`` of the key ``$4``, ``$5`` and the counter ``$6`` to ``$9``."""
+    lines = [".reg .b32 k<2>, c<4>, h<2>;", ".reg .b64 p<2>;"]
+    lines += [f"mov.b32 k{i}, ${4 + i};" for i in range(2)] + [f"mov.b32 c{i}, ${6 + i};" for i in range(4)]
+    for number in range(_PHILOX_ROUNDS):
+        if number:
+            lines += [f"add.u32 k0, k0, {_PHILOX_W0:#x};", f"add.u32 k1, k1, {_PHILOX_W1:#x};"]
+        lines += [f"mul.wide.u32 p0, c0, {_PHILOX_M0:#x};", f"mul.wide.u32 p1, c2, {_PHILOX_M1:#x};"]
+        lines += ["mov.b64 {_, h1}, p1;", "mov.b64 {_, h0}, p0;"]
+        lines += ["xor.b32 c0, h1, c1;", "xor.b32 c0, c0, k0;", "xor.b32 c2, h0, c3;", "xor.b32 c2, c2, k1;"]
+        lines += ["mov.b64 {c1, _}, p1;", "mov.b64 {c3, _}, p0;"]
+    lines += [f"mov.b32 ${i}, c{i};" for i in range(4)]
+    return "\n".join(["{", *lines, "}"])
+
+
+PHILOX = tl.constexpr(_philox_ptx())
+
+
 @triton.jit
-def philox(seed, c0, c1, c2, c3):
-    """Philox4x32-10. Each product is one 64-bit multiplication; ``tl.philox`` asks for its halves separately."""
+def philox(seed, c0, c1, c2, c3, HARDWARE: tl.constexpr):
+    """Philox4x32-10. Each product is one 64-bit multiplication; ``tl.philox`` asks for its halves separately.
+
+    In PTX it is one operation instead of 130, and some of Triton's passes take time quadratic in their number.
+    """
     k0 = (seed & 0xFFFFFFFF).to(tl.uint32)
     k1 = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    for _ in tl.static_range(PHILOX_ROUNDS):
-        p0 = c0.to(tl.uint64) * PHILOX_M0
-        p1 = c2.to(tl.uint64) * PHILOX_M1
-        c0 = (p1 >> 32).to(tl.uint32) ^ c1 ^ k0
-        c2 = (p0 >> 32).to(tl.uint32) ^ c3 ^ k1
-        c1 = p1.to(tl.uint32)
-        c3 = p0.to(tl.uint32)
-        k0 += PHILOX_W0
-        k1 += PHILOX_W1
-    return c0, c1, c2, c3
+    if PAIRS & HARDWARE:
+        return tl.inline_asm_elementwise(
+            PHILOX, "=r,=r,=r,=r,r,r,r,r,r,r", [k0, k1, c0, c1, c2, c3],
+            dtype=(tl.uint32, tl.uint32, tl.uint32, tl.uint32), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        for _ in tl.static_range(PHILOX_ROUNDS):
+            p0 = c0.to(tl.uint64) * PHILOX_M0
+            p1 = c2.to(tl.uint64) * PHILOX_M1
+            c0 = (p1 >> 32).to(tl.uint32) ^ c1 ^ k0
+            c2 = (p0 >> 32).to(tl.uint32) ^ c3 ^ k1
+            c1 = p1.to(tl.uint32)
+            c3 = p0.to(tl.uint32)
+            k0 += PHILOX_W0
+            k1 += PHILOX_W1
+        return c0, c1, c2, c3
 
 
 @triton.jit
-def random_words(rng_ptr, block, row, stream, like):
+def random_words(rng_ptr, block, row, stream, like, HARDWARE: tl.constexpr):
     """Philox4x32-10 of counter ``(block, row, draw, stream)`` under the seed: four uint32 like ``like >= 0``."""
     seed = tl.load(rng_ptr)
     draw = tl.load(rng_ptr + 1).to(tl.uint32)
     # Always 0. It ties the counter to the data's layout: otherwise the words are made in another one and converted
     # through shared memory, which costs more than making them.
     zero = tl.where(like < 0.0, 1, 0).to(tl.uint32)
-    return philox(seed, zero + block.to(tl.uint32), row.to(tl.uint32), draw, stream)
+    return philox(seed, zero + block.to(tl.uint32), row.to(tl.uint32), draw, stream.to(tl.uint32), HARDWARE)
 
 
 @triton.jit

@@ -15,7 +15,7 @@ def rotate_blocks(y, rng_ptr, stream, dtype: tl.constexpr, CAST: tl.constexpr, H
     Args:
         y: a tile's :func:`fp4engine.kernels.encode.sixteenths`.
     """
-    y = with_signs(y, rng_ptr, stream, CAST.rotation_factor, CAST)
+    y = with_signs(y, rng_ptr, stream, CAST.rotation_factor, CAST, HARDWARE)
     return round_block(butterflies_of_rotation(y, CAST), dtype, HARDWARE)
 
 
@@ -23,7 +23,7 @@ def rotate_blocks(y, rng_ptr, stream, dtype: tl.constexpr, CAST: tl.constexpr, H
 def rotate_back(y, CAST: tl.constexpr):
     """:func:`fp4engine.reference.hadamard.rotate_back`: the signs, which are not drawn, come last."""
     y = butterflies_of_rotation(scaled(y, CAST.rotation_factor), CAST)
-    return with_signs(y, None, None, 1.0, CAST)
+    return with_signs(y, None, None, 1.0, CAST, 0)
 
 
 @triton.jit
@@ -40,12 +40,12 @@ def butterflies_of_rotation(y, CAST: tl.constexpr):
 
 
 @triton.jit
-def with_signs(y, rng_ptr, stream, power: tl.constexpr, CAST: tl.constexpr):
+def with_signs(y, rng_ptr, stream, power: tl.constexpr, CAST: tl.constexpr, HARDWARE: tl.constexpr):
     """Each element times ``power`` and the sign of its column."""
     if CAST.signs == "none":
         return scaled(y, power)
     else:
-        word = sign_bits(y[0], rng_ptr, stream, CAST)
+        word = sign_bits(y[0], rng_ptr, stream, CAST, HARDWARE)
         z = ()
         for i in tl.static_range(16):
             z = z + (from_bits(to_bits(y[i] * power) ^ ((word << (31 - i)) & 0x80000000)),)
@@ -53,7 +53,7 @@ def with_signs(y, rng_ptr, stream, power: tl.constexpr, CAST: tl.constexpr):
 
 
 @triton.jit
-def sign_bits(like, rng_ptr, stream, CAST: tl.constexpr):
+def sign_bits(like, rng_ptr, stream, CAST: tl.constexpr, HARDWARE: tl.constexpr):
     """For every 16 neighbours the signs of their columns, the first in bit 0, set for minus: uint32 like ``like``."""
     place = tl.arange(0, like.numel) % 8 * 16 % CAST.rotation
     if CAST.signs == "repeated" or (CAST.signs == "fixed" and CAST.rotation == 16):
@@ -69,7 +69,7 @@ def sign_bits(like, rng_ptr, stream, CAST: tl.constexpr):
             seed = tl.load(rng_ptr)
             tag = ((stream & ~0xFF) | wgrad).to(tl.uint32)
             draw = tl.load(rng_ptr + 1).to(tl.uint32)
-        w0, w1, w2, w3 = philox(seed, none, none, draw, tag)
+        w0, w1, w2, w3 = philox(seed, none, none, draw, tag, HARDWARE)
         word = tl.where(place < 64, tl.where(place < 32, w0, w1), tl.where(place < 96, w2, w3))
         return word >> (place % 32).to(tl.uint32)
 
