@@ -14,6 +14,7 @@ from fp4engine.kernels.element import neighbour_scale
 from fp4engine.kernels.encode import (
     E2M1,
     E4M3_NAN,
+    PAIRS,
     block_amax,
     element_encode_scale,
     even_code,
@@ -26,7 +27,6 @@ from fp4engine.kernels.encode import (
     pack_native,
     pack_stochastic,
     pack_values,
-    quotient,
     random_bits,
     random_words,
     reciprocal,
@@ -164,7 +164,7 @@ def scale_elements(x, encode_scale, FUSED: tl.constexpr):
 
 
 @triton.jit
-def encode_elements(v, random, low_random, FIRST: tl.constexpr, SIDE: tl.constexpr):
+def encode_elements(v, random, low_random, FIRST: tl.constexpr, SIDE: tl.constexpr, HARDWARE: tl.constexpr):
     """Magnitude codes as :func:`stochastic_code` or :func:`even_code` gives them, or magnitudes in FP32.
 
     ``FIRST`` is the position of ``v[0]`` in its block.
@@ -177,11 +177,11 @@ def encode_elements(v, random, low_random, FIRST: tl.constexpr, SIDE: tl.constex
             if SIDE.rounds_values:
                 codes = codes + (stochastic_magnitude(v[i], bits, SIDE.random_bits),)
             else:
-                codes = codes + (stochastic_code(v[i], bits, SIDE.random_bits),)
+                codes = codes + (stochastic_code(v[i], bits, SIDE.random_bits, HARDWARE),)
         elif SIDE.rounds_values:
             codes = codes + (even_magnitude(v[i]),)
         else:
-            codes = codes + (even_code(v[i]),)
+            codes = codes + (even_code(v[i], HARDWARE),)
     return codes
 
 
@@ -206,11 +206,11 @@ def pack_elements(v, codes, scale, SIDE: tl.constexpr, HARDWARE: tl.constexpr):
         words = ()
         for first in tl.static_range(0, len(v), 8):
             if SIDE.random_bits:
-                words = words + (pack_stochastic(codes, v, first),)
+                words = words + (pack_stochastic(codes, v, first, HARDWARE),)
             elif E2M1 & HARDWARE:
                 words = words + (pack_native(v, first),)
             else:
-                words = words + (pack_even(codes, v, first),)
+                words = words + (pack_even(codes, v, first, HARDWARE),)
         return words
 
 
@@ -226,22 +226,50 @@ def cast_elements(
         for i in tl.static_range(COUNT):
             part = part + (x[first + i],)
         v = scale_elements(part, encode_scale, FUSED)
-        codes = encode_elements(v, random, low_random, first, SIDE)
+        codes = encode_elements(v, random, low_random, first, SIDE, HARDWARE)
         words = words + pack_elements(v, codes, scale, SIDE, HARDWARE)
     return words
+
+
+@triton.constexpr_function
+def error_ptx(is_stochastic, kind, is_fast):
+    """An element's part of :func:`candidate_error` in PTX.
+
+    ``$0 = $5 + |m(code $1) * scale $2 * amax $3 / numerator - |x $4||`` or its square; ``$6`` is minus the numerator,
+    and ``$7`` its reciprocal.
+    """
+    lines = [".reg .b32 c;", ".reg .f32 y, z, a;"]
+    lines += ["shr.u32 c, $1, 6;", "and.b32 c, c, 0x01C00000;"] if is_stochastic else ["shl.b32 c, $1, 22;"]
+    lines += ["add.u32 c, c, 0x3F000000;", "mov.b32 y, c;", "fma.rn.f32 z, y, 0f40000000, 0fBF800000;"]
+    lines += ["min.f32 y, y, z;", "mul.rn.f32 y, y, $2;", "mul.rn.f32 y, y, $3;"]
+    if is_fast:
+        lines += ["mul.rn.f32 z, y, $7;", "fma.rn.f32 y, z, $6, y;", "fma.rn.f32 z, y, $7, z;"]
+    else:
+        lines += ["neg.f32 a, $6;", "div.rn.f32 z, y, a;"]
+    lines += ["abs.f32 a, $4;", "sub.rn.f32 z, z, a;", "mul.rn.f32 z, z, z;" if kind == "mse" else "abs.f32 z, z;"]
+    return "\n".join(["{", *lines, "add.rn.f32 $0, $5, z;", "}"])
 
 
 @triton.jit
 def candidate_error(x, codes, scale, outer_amax, SIDE: tl.constexpr, FUSED: tl.constexpr, HARDWARE: tl.constexpr):
     """Sum over the block, left to right, of ``|x_hat - x|`` or its square; both have one sign, which is left out."""
     total = tl.zeros_like(scale)
-    for i in tl.static_range(16):
-        value = magnitude(codes[i], SIDE.random_bits > 0) * scale * outer_amax
-        difference = quotient(value, SIDE.numerator, FUSED, HARDWARE) - tl.abs(x[i])
-        if SIDE.error == "mse":
-            total = total + difference * difference
-        else:
-            total = total + tl.abs(difference)
+    if PAIRS & HARDWARE:
+        ASM: tl.constexpr = error_ptx(SIDE.random_bits > 0, SIDE.error, FUSED)
+        for i in tl.static_range(16):
+            total = tl.inline_asm_elementwise(
+                ASM, "=f,r,f,f,f,f,f,f",
+                [codes[i], scale, outer_amax, x[i], total, -SIDE.numerator, 1.0 / SIDE.numerator],
+                dtype=tl.float32, is_pure=True, pack=1,
+            )  # fmt: skip
+    else:
+        for i in tl.static_range(16):
+            value = magnitude(codes[i], SIDE.random_bits > 0) * scale * outer_amax
+            difference = tl.div_rn(value, tl.zeros_like(value) + SIDE.numerator) - tl.abs(x[i])
+            if SIDE.error == "mse":
+                total = total + difference * difference
+            else:
+                total = total + tl.abs(difference)
     return total
 
 
@@ -260,7 +288,7 @@ def candidate(
     """Stored scale, its value, scaled elements and codes for one unrounded block scale."""
     scale_inv, decode_scale, encode_scale = scales_of(scale, outer_scale, HARDWARE)
     v = scale_elements(x, encode_scale, FUSED)
-    return scale_inv, decode_scale, v, encode_elements(v, random, low_random, 0, SIDE)
+    return scale_inv, decode_scale, v, encode_elements(v, random, low_random, 0, SIDE, HARDWARE)
 
 
 @triton.jit

@@ -32,7 +32,7 @@ class KernelCall(NamedTuple):
 
 @dataclass(frozen=True)
 class Mock:
-    """What Triton asks of a tensor when it compiles a kernel; there is no memory. Of a tuple it would ask for its elements."""
+    """What Triton asks of a tensor when it compiles a kernel, without memory. Of a tuple it would take the elements."""
 
     dtype: torch.dtype
     address: int

@@ -8,6 +8,8 @@ maximum, rounding and packing are elementwise and stay in registers whatever the
 interpreter runs too. All variants give the same bytes.
 """
 
+from struct import pack, unpack
+
 import triton
 import triton.language as tl
 
@@ -269,19 +271,81 @@ def element_encode_scale(scale, outer_decode_scale, HARDWARE: tl.constexpr):
     return tl.minimum(reciprocal(scale * outer_decode_scale, HARDWARE), FLT_MAX, propagate_nan=NAN)
 
 
+def _even_code_ptx() -> str:
+    """:func:`even_code` of ``$1`` in PTX."""
+    lines = [".reg .f32 a, s<3>;", ".reg .s32 c<3>;", "abs.f32 a, $1;"]
+    for i, step in enumerate((STEP_HALF, STEP_ONE, STEP_TWO)):
+        lines += [f"add.rn.f32 s{i}, a, 0f{unpack('I', pack('f', step.value))[0]:08X};", f"mov.b32 c{i}, s{i};"]
+        lines += [f"add.s32 c{i}, c{i}, {-i * EXPONENT_STEP.value};"] * (i > 0)
+    lines += ["min.s32 c0, c0, c1;", f"min.s32 c2, c2, {STEP_HALF_BITS.value + 7};", "min.s32 $0, c0, c2;"]
+    return "\n".join(["{", *lines, "}"])
+
+
+def _pack_ptx(has_bias: bool) -> str:
+    """:func:`pack_even`, or without a bias :func:`pack_stochastic`, of the codes ``$1`` to ``$8`` and their values."""
+    lines = [".reg .b32 m, s, t;"]
+    if has_bias:
+        lines += ["mov.b32 m, $8;", "shr.u32 s, $16, 28;"]
+        for j in range(7, 0, -1):
+            lines += ["shl.b32 m, m, 4;", f"add.u32 m, m, ${j};", f"shf.l.wrap.b32 s, ${8 + j}, s, 4;"]
+        lines += [f"sub.u32 m, m, {EVEN_BIAS.value:#x};", "and.b32 s, s, 0x88888888;", "or.b32 $0, m, s;"]
+    else:
+        lines += ["mov.b32 m, 0;"]
+        for j in range(8, 0, -1):
+            lines += [f"and.b32 t, ${8 + j}, 0x80000000;", f"or.b32 t, t, ${j};", "shf.l.wrap.b32 m, t, m, 4;"]
+        lines += ["mov.b32 $0, m;"]
+    return "\n".join(["{", *lines, "}"])
+
+
+EVEN_CODE = tl.constexpr(_even_code_ptx())
+PACK_EVEN = tl.constexpr(_pack_ptx(True))
+PACK_STOCHASTIC = tl.constexpr(_pack_ptx(False))
+STOCHASTIC_CODE = tl.constexpr(
+    """{
+    .reg .f32 a, y;
+    .reg .s32 m;
+    abs.f32 a, $1;
+    fma.rn.f32 y, a, 0f3F000000, 0f3F000000;
+    max.f32 y, a, y;
+    mov.b32 m, y;
+    add.s32 m, m, $3;
+    min.s32 m, m, $4;
+    shl.b32 m, m, 6;
+    add.s32 $0, m, $2;
+    }"""
+)
+"""Chains of a cast as one operation each: some of Triton's passes take time quadratic in the number of operations."""
+
+
 @triton.jit
-def even_code(v):
+def packed(ASM: tl.constexpr, codes, v, first: tl.constexpr):
+    """The uint32 that ``ASM`` makes of eight codes and eight values."""
+    return tl.inline_asm_elementwise(
+        ASM, "=r,r,r,r,r,r,r,r,r,f,f,f,f,f,f,f,f",
+        [codes[first], codes[first + 1], codes[first + 2], codes[first + 3],
+         codes[first + 4], codes[first + 5], codes[first + 6], codes[first + 7],
+         v[first], v[first + 1], v[first + 2], v[first + 3],
+         v[first + 4], v[first + 5], v[first + 6], v[first + 7]],
+        dtype=tl.uint32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def even_code(v, HARDWARE: tl.constexpr = 0):
     """E2M1 magnitude code of ``v`` to nearest even, plus ``STEP_HALF_BITS``: uint32.
 
     The grid is three lines in ``a = |v|``, and the code is ``min(rint(2a), rint(a) + 2, rint(a / 2) + 4, 7)``: together
     the lines are concave, offsets are even, and rounding is monotone. Each rint is one FP32 addition.
     """
-    a = tl.abs(v)
-    half = (a + STEP_HALF).to(tl.int32, bitcast=True)
-    one = (a + STEP_ONE).to(tl.int32, bitcast=True) - EXPONENT_STEP
-    two = (a + STEP_TWO).to(tl.int32, bitcast=True) - 2 * EXPONENT_STEP
-    code = tl.minimum(tl.minimum(half, one), tl.minimum(two, STEP_HALF_BITS + 7))
-    return code.to(tl.uint32, bitcast=True)
+    if PAIRS & HARDWARE:
+        return tl.inline_asm_elementwise(EVEN_CODE, "=r,f", [v], dtype=tl.uint32, is_pure=True, pack=1)
+    else:
+        a = tl.abs(v)
+        half = (a + STEP_HALF).to(tl.int32, bitcast=True)
+        one = (a + STEP_ONE).to(tl.int32, bitcast=True) - EXPONENT_STEP
+        two = (a + STEP_TWO).to(tl.int32, bitcast=True) - 2 * EXPONENT_STEP
+        code = tl.minimum(tl.minimum(half, one), tl.minimum(two, STEP_HALF_BITS + 7))
+        return code.to(tl.uint32, bitcast=True)
 
 
 @triton.jit
@@ -303,19 +367,24 @@ def even_magnitude_of(a):
 
 
 @triton.jit
-def stochastic_code(v, random, bits: tl.constexpr):
+def stochastic_code(v, random, bits: tl.constexpr, HARDWARE: tl.constexpr):
     """E2M1 magnitude code of ``v``, stochastic, in bits 28..30; the bits below are what rounding drops. uint32.
 
     ``(a + 1) / 2`` puts the subnormal range below ``a = 1`` next to the first binade; there it is the larger one. Half
     of a number is exact, so that one fused step rounds as two do.
     ``random``: from :func:`random_bits`.
     """
-    a = tl.abs(v)
-    y = tl.maximum(a, tl.fma(a, 0.5, 0.5)).to(tl.int32, bitcast=True)
     # 0.5's pattern off, half a random step on, and a = 6 at most: one instruction.
     offset: tl.constexpr = (1 << (21 - bits)) - 0x3F000000
-    clamped = tl.minimum(y + offset, 0x40C00000 + offset)
-    return (clamped.to(tl.uint32, bitcast=True) << 6) + random
+    limit: tl.constexpr = 0x40C00000 + offset
+    if PAIRS & HARDWARE:
+        return tl.inline_asm_elementwise(
+            STOCHASTIC_CODE, "=r,f,r,r,r", [v, random, offset, limit], dtype=tl.uint32, is_pure=True, pack=1
+        )
+    else:
+        a = tl.abs(v)
+        y = tl.maximum(a, tl.fma(a, 0.5, 0.5)).to(tl.int32, bitcast=True)
+        return (tl.minimum(y + offset, limit).to(tl.uint32, bitcast=True) << 6) + random
 
 
 @triton.jit
@@ -414,27 +483,33 @@ def random_bits(words, low_words, position: tl.constexpr, bits: tl.constexpr, TO
 
 
 @triton.jit
-def pack_even(codes, v, first: tl.constexpr):
+def pack_even(codes, v, first: tl.constexpr, HARDWARE: tl.constexpr):
     """Eight codes of :func:`even_code` and their signs in one uint32, position ``first`` in the low nibble.
 
     A shift-and-add per code and a funnel shift per sign.
     """
-    magnitudes = codes[first + 7]
-    signs = to_bits(v[first + 7]) >> 28
-    for j in tl.static_range(1, 8):
-        magnitudes = (magnitudes << 4) + codes[first + 7 - j]
-        signs = (signs << 4) | (to_bits(v[first + 7 - j]) >> 28)
-    return (magnitudes - EVEN_BIAS) | (signs & 0x88888888)
+    if PAIRS & HARDWARE:
+        return packed(PACK_EVEN, codes, v, first)
+    else:
+        magnitudes = codes[first + 7]
+        signs = to_bits(v[first + 7]) >> 28
+        for j in tl.static_range(1, 8):
+            magnitudes = (magnitudes << 4) + codes[first + 7 - j]
+            signs = (signs << 4) | (to_bits(v[first + 7 - j]) >> 28)
+        return (magnitudes - EVEN_BIAS) | (signs & 0x88888888)
 
 
 @triton.jit
-def pack_stochastic(codes, v, first: tl.constexpr):
+def pack_stochastic(codes, v, first: tl.constexpr, HARDWARE: tl.constexpr):
     """As :func:`pack_even`, for codes of :func:`stochastic_code`: a logic operation and a funnel shift each."""
-    packed = codes[first] * 0
-    for j in tl.static_range(8):
-        signed = codes[first + 7 - j] | (to_bits(v[first + 7 - j]) & 0x80000000)
-        packed = (packed << 4) | (signed >> 28)
-    return packed
+    if PAIRS & HARDWARE:
+        return packed(PACK_STOCHASTIC, codes, v, first)
+    else:
+        word = codes[first] * 0
+        for j in tl.static_range(8):
+            signed = codes[first + 7 - j] | (to_bits(v[first + 7 - j]) & 0x80000000)
+            word = (word << 4) | (signed >> 28)
+        return word
 
 
 @triton.jit

@@ -8,13 +8,15 @@ never does, since these functions are PTX; ``tests/parity/test_emulated_gpus.py`
 roundings themselves are explained in :mod:`fp4engine.kernels.encode`.
 """
 
+from struct import pack, unpack
+
 import triton
 import triton.language as tl
 
 from fp4engine.kernels.encode import (
     FLT_MAX,
     NAN,
-    even_magnitude_of,
+    ROUNDER,
     from_bits,
     from_e4m3,
     to_bits,
@@ -118,29 +120,92 @@ def quick_quotient(DIVIDEND: tl.constexpr, x):
     return tl.fma(r, tl.fma(x * -1.0, q, DIVIDEND), q)
 
 
-@triton.jit
-def even_code_of(a):
-    """The code of :func:`fp4engine.kernels.encode.even_code` for ``0 <= a < 7``, in the low bits of the result.
-
-    The factors give all three sums one exponent, so the least of them as integers has the code, and no offset is left
-    to take off.
-    """
-    half = tl.fma(a, 2.0, STEP).to(tl.int32, bitcast=True)
-    one = (a + (STEP + 2)).to(tl.int32, bitcast=True)
-    two = tl.fma(a, 0.5, STEP + 4).to(tl.int32, bitcast=True)
-    return tl.minimum(tl.minimum(half, one), two).to(tl.uint32, bitcast=True)
-
-
-@triton.jit
-def magnitude_of(word, i: tl.constexpr, encode_scale):
-    """``fl(|x| * enc)`` of one half of a word.
+def _magnitude_ptx(word: str, half: int, encode_scale: str) -> list[str]:
+    """``a = fl(|x| * enc)`` of one half of a word.
 
     It is written in PTX because the product can ignore the sign at no cost, and the compiler would mask it first.
     """
-    return tl.inline_asm_elementwise(
-        "{.reg .f32 a; abs.f32 a, $1; mul.rn.f32 $0, a, $2;}", "=f,f,f",
-        [half_of(word, i), encode_scale], dtype=tl.float32, is_pure=True, pack=1,
-    )  # fmt: skip
+    widen = f"and.b32 t, {word}, 0xFFFF0000;" if half else f"shl.b32 t, {word}, 16;"
+    return [widen, "mov.b32 a, t;", "abs.f32 a, a;", f"mul.rn.f32 a, a, {encode_scale};"]
+
+
+def _bits(value: float) -> str:
+    """An FP32 constant of PTX."""
+    return f"0f{unpack('I', pack('f', value))[0]:08X}"
+
+
+def _ptx(*lines: str) -> tl.constexpr:
+    """Instructions, with registers for them."""
+    return tl.constexpr("\n".join(["{", ".reg .b32 t, c, p<4>, q, r, y;", ".reg .f32 a, b, s<3>;", *lines, "}"]))
+
+
+def _even_codes_ptx() -> tl.constexpr:
+    """:func:`fp4engine.kernels.encode.pack_even` of words ``$1`` to ``$4`` and ``enc`` ``$5``.
+
+    A code is that of :func:`fp4engine.kernels.encode.even_code` for ``0 <= a < 7``. The factors give all three sums
+    one exponent, so the least of them as integers has the code in its low bits, and no offset is left to take off.
+    """
+    lines: list[str] = []
+    for i in range(4):
+        for half in range(2):
+            lines += _magnitude_ptx(f"${1 + i}", half, "$5")
+            lines += [f"fma.rn.f32 s0, a, {_bits(2.0)}, {_bits(STEP.value)};"]
+            lines += [f"add.rn.f32 s1, a, {_bits(STEP.value + 2)};"]
+            lines += [f"fma.rn.f32 s2, a, {_bits(0.5)}, {_bits(STEP.value + 4)};"]
+            lines += ["mov.b32 c, s0;", "mov.b32 r, s1;", "min.s32 c, c, r;", "mov.b32 r, s2;", "min.s32 c, c, r;"]
+            lines += ["shl.b32 c, c, 4;", f"add.u32 p{i}, p{i}, c;"] if half else [f"mov.b32 p{i}, c;"]
+    lines += ["prmt.b32 q, p0, p1, 0x0040;", "prmt.b32 r, p2, p3, 0x0040;", "prmt.b32 q, q, r, 0x5410;"]
+    lines += ["prmt.b32 c, $1, $2, 0x7351;", "prmt.b32 r, $3, $4, 0x7351;"]  # the low byte of a pair is right
+    lines += ["prmt.b32 t, c, r, 0x7632;", "and.b32 t, t, 0x80808080;", "or.b32 q, q, t;"]  # signs, odd and even
+    lines += ["prmt.b32 t, c, r, 0x5410;", "shr.u32 t, t, 4;", "and.b32 t, t, 0x08080808;", "or.b32 $0, q, t;"]
+    return _ptx(*lines)
+
+
+def _even_value_ptx() -> tl.constexpr:
+    """A word of BF16 values ``e2m1 * scale`` of word ``$1``, ``enc`` ``$2``, scales ``$3`` and a mask of signs ``$4``.
+
+    The magnitudes are those of :func:`fp4engine.kernels.encode.even_magnitude_of`.
+    """
+    lines: list[str] = []
+    for half in range(2):
+        lines += [*_magnitude_ptx("$1", half, "$2"), "mov.b32 c, a;", "and.b32 c, c, 0x7F800000;"]
+        lines += [f"add.s32 c, c, {ROUNDER.value:#x};", f"max.s32 c, c, {0x3F800000 + ROUNDER.value:#x};"]
+        lines += ["mov.b32 b, c;", "add.rn.f32 a, a, b;", "sub.rn.f32 a, a, b;", f"mov.b32 p{half}, a;"]
+    lines += ["prmt.b32 y, p0, p1, 0x7632;", "mov.b32 c, 0x80008000;", "fma.rn.bf16x2 y, y, $3, c;"]
+    return _ptx(*lines, "and.b32 t, $1, $4;", "or.b32 $0, y, t;")
+
+
+def _stochastic_ptx(odd: bool, *rest: str) -> tl.constexpr:
+    """Both values ``y = max(a, (a + 1) / 2)`` in FP16, plus the centred random byte, as in ``stochastic_code``.
+
+    Of word ``$1``, random bytes ``$2`` and ``enc`` ``$3``. The random byte is added to the first ten bits of the
+    fraction, which FP16 has; no bit below them can carry into these. From bit 9 on, a half less ``HALF_BITS`` is E2M1's
+    magnitude code.
+    """
+    lines: list[str] = []
+    for half in range(2):
+        lines += _magnitude_ptx("$1", half, "$3")
+        lines += [f"fma.rn.f32 b, a, {_bits(0.5)}, {_bits(0.5)};", f"max.f32 s{half}, a, b;"]
+    lines += ["cvt.rz.f16x2.f32 y, s1, s0;", "mov.b32 c, 0x46004600;", "min.f16x2 y, y, c;"]  # 6
+    lines += [f"prmt.b32 t, $2, 0x80808080, {'0x3424' if odd else '0x1404'};"]  # random bytes, each above a half
+    return _ptx(*lines, "shr.u32 t, t, 7;", "add.u32 y, y, t;", *(rest or ("mov.b32 $0, y;",)))
+
+
+_VALUES = (
+    "shr.u32 y, y, 3;", "and.b32 y, y, 0x0FC00FC0;", "mov.b32 c, 0x80008000;", "fma.rn.bf16x2 p0, y, $4, c;",
+    "fma.rn.bf16x2 p1, y, $5, $6;", "min.bf16x2 y, p0, p1;", "and.b32 t, $1, $7;", "or.b32 $0, y, t;",
+)  # fmt: skip
+"""BF16 values ``e2m1 * scale``, which are ``min(y, 2y - 1) * scale`` of the rounded ``y``.
+
+FP16's exponent and first fraction bit, shifted to where BF16 has them, are ``2^-112 y`` in BF16.
+"""
+EVEN_CODES = _even_codes_ptx()
+EVEN_VALUE = _even_value_ptx()
+STOCHASTIC_WORDS = _stochastic_ptx(False)
+STOCHASTIC_WORDS_ODD = _stochastic_ptx(True)
+STOCHASTIC_VALUE = _stochastic_ptx(False, *_VALUES)
+STOCHASTIC_VALUE_ODD = _stochastic_ptx(True, *_VALUES)
+"""Chains of a cast as one operation each: some of Triton's passes take time quadratic in the number of operations."""
 
 
 @triton.jit
@@ -154,42 +219,27 @@ def odd_and_even(words, first: tl.constexpr):
 @triton.jit
 def pack_even_words(words, encode_scale, first: tl.constexpr):
     """Eight codes to nearest even in one uint32, as :func:`fp4engine.kernels.encode.pack_even`."""
-    pairs = ()
-    for i in tl.static_range(4):
-        low = even_code_of(magnitude_of(words[first + i], 0, encode_scale))
-        high = even_code_of(magnitude_of(words[first + i], 1, encode_scale))
-        pairs = pairs + ((high << 4) + low,)  # the low byte is right
-    codes = bytes_of(bytes_of(pairs[0], pairs[1], "0x0040"), bytes_of(pairs[2], pairs[3], "0x0040"), "0x5410")
-    odd, even = odd_and_even(words, first)
-    return codes | (odd & 0x80808080) | ((even >> 4) & 0x08080808)
+    return tl.inline_asm_elementwise(
+        EVEN_CODES, "=r,r,r,r,r,f", [words[first], words[first + 1], words[first + 2], words[first + 3], encode_scale],
+        dtype=tl.uint32, is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
 def even_value(word, encode_scale, scales, signs):
     """A word of BF16 values ``e2m1 * scale``."""
-    low = even_magnitude_of(magnitude_of(word, 0, encode_scale))
-    high = even_magnitude_of(magnitude_of(word, 1, encode_scale))
-    magnitudes = bytes_of(to_bits(low), to_bits(high), "0x7632")
-    return fused(magnitudes, scales, both(word, 0x80008000)) | (word & signs)
+    return tl.inline_asm_elementwise(
+        EVEN_VALUE, "=r,r,f,r,r", [word, encode_scale, scales, signs], dtype=tl.uint32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
 def stochastic_word(word, random, encode_scale, i: tl.constexpr):
-    """Both values ``y = max(a, (a + 1) / 2)`` in FP16, plus the centred random byte, as in ``stochastic_code``.
-
-    The random byte is added to the first ten bits of the fraction, which FP16 has; no bit below them can carry into
-    these. From bit 9 on, a half less ``HALF_BITS`` is E2M1's magnitude code.
-    """
-    low = magnitude_of(word, 0, encode_scale)
-    high = magnitude_of(word, 1, encode_scale)
-    y = tl.inline_asm_elementwise(
-        "cvt.rz.f16x2.f32 $0, $2, $1;", "=r,f,f",
-        [tl.maximum(low, tl.fma(low, 0.5, 0.5)), tl.maximum(high, tl.fma(high, 0.5, 0.5))],
+    """Both rounded values in FP16, see :data:`STOCHASTIC_WORDS`."""
+    return tl.inline_asm_elementwise(
+        STOCHASTIC_WORDS_ODD if i % 2 else STOCHASTIC_WORDS, "=r,r,r,f", [word, random, encode_scale],
         dtype=tl.uint32, is_pure=True, pack=1,
     )  # fmt: skip
-    y = on_words("min.f16x2 $0, $1, $2;", y, both(word, 0x46004600), y)  # 6
-    steps = bytes_of(random, both(word, 0x80808080), "0x3424" if i % 2 else "0x1404")  # random bytes, each above a half
-    return y + (steps >> 7)
 
 
 @triton.jit
@@ -205,15 +255,12 @@ def pack_stochastic_words(words, random, encode_scale, first: tl.constexpr):
 
 
 @triton.jit
-def stochastic_value(word, random, encode_scale, scale, scales, signs, i: tl.constexpr):
-    """A word of BF16 values ``e2m1 * scale``, which are ``min(y, 2y - 1) * scale`` of the rounded ``y``.
-
-    FP16's exponent and first fraction bit, shifted to where BF16 has them, are ``2^-112 y`` in BF16.
-    """
-    y = (stochastic_word(word, random, encode_scale, i) >> 3) & 0x0FC00FC0
-    least = fused(y, scales, both(word, 0x80008000))
-    other = fused(y, scales + 0x00800080, to_pair(scale) ^ SIGNS)
-    return on_words("min.bf16x2 $0, $1, $2;", least, other, other) | (word & signs)
+def stochastic_value(word, random, encode_scale, scales, twice, offset, signs, i: tl.constexpr):
+    """A word of BF16 values ``e2m1 * scale``, see :data:`STOCHASTIC_VALUE`."""
+    return tl.inline_asm_elementwise(
+        STOCHASTIC_VALUE_ODD if i % 2 else STOCHASTIC_VALUE, "=r,r,r,f,r,r,r,r",
+        [word, random, encode_scale, scales, twice, offset, signs], dtype=tl.uint32, is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -239,9 +286,11 @@ def pack_words(words, random, encode_scale, scale, broken, SIDE: tl.constexpr):
     else:
         signs = tl.where(broken, 0, SIGNS).to(tl.uint32)
         scales = to_pair(scale * (2.0**112 if SIDE.random_bits else 1.0))
+        twice = scales + 0x00800080
+        offset = to_pair(scale) ^ SIGNS
         for i in tl.static_range(8):
             if SIDE.random_bits:
-                value = stochastic_value(words[i], random[i // 2], encode_scale, scale, scales, signs, i)
+                value = stochastic_value(words[i], random[i // 2], encode_scale, scales, twice, offset, signs, i)
             else:
                 value = even_value(words[i], encode_scale, scales, signs)
             out = out + (value,)
