@@ -175,11 +175,11 @@ def encode_elements(v, random, low_random, FIRST: tl.constexpr, SIDE: tl.constex
         if SIDE.random_bits:
             bits = random_bits(random, low_random, FIRST + i, SIDE.random_bits, TOP)
             if SIDE.rounds_values:
-                codes = codes + (stochastic_magnitude(v[i], bits, SIDE.random_bits),)
+                codes = codes + (stochastic_magnitude(v[i], bits, SIDE.random_bits, HARDWARE),)
             else:
                 codes = codes + (stochastic_code(v[i], bits, SIDE.random_bits, HARDWARE),)
         elif SIDE.rounds_values:
-            codes = codes + (even_magnitude(v[i]),)
+            codes = codes + (even_magnitude(v[i], HARDWARE),)
         else:
             codes = codes + (even_code(v[i], HARDWARE),)
     return codes
@@ -201,7 +201,7 @@ def magnitudes_of(codes, SIDE: tl.constexpr):
 def pack_elements(v, codes, scale, SIDE: tl.constexpr, HARDWARE: tl.constexpr):
     """The words of as many elements: eight codes in each, or two values."""
     if SIDE.words == 8:
-        return pack_values(magnitudes_of(codes, SIDE), v, scale)
+        return pack_values(magnitudes_of(codes, SIDE), v, scale, HARDWARE)
     else:
         words = ()
         for first in tl.static_range(0, len(v), 8):

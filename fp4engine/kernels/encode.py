@@ -314,6 +314,53 @@ STOCHASTIC_CODE = tl.constexpr(
     add.s32 $0, m, $2;
     }"""
 )
+EVEN_MAGNITUDE = tl.constexpr(
+    f"""{{
+    .reg .f32 a, r;
+    .reg .s32 c;
+    abs.f32 a, $1;
+    min.f32 a, a, 0f40C00000;
+    mov.b32 c, a;
+    and.b32 c, c, 0x7F800000;
+    add.s32 c, c, {ROUNDER.value:#x};
+    max.s32 c, c, {0x3F800000 + ROUNDER.value:#x};
+    mov.b32 r, c;
+    add.rn.f32 a, a, r;
+    sub.rn.f32 $0, a, r;
+    }}"""
+)
+STOCHASTIC_MAGNITUDE = tl.constexpr(
+    """{
+    .reg .f32 a, y;
+    .reg .s32 m;
+    abs.f32 a, $1;
+    fma.rn.f32 y, a, 0f3F000000, 0f3F000000;
+    max.f32 y, a, y;
+    mov.b32 m, y;
+    add.s32 m, m, $3;
+    min.s32 m, m, $4;
+    add.s32 m, m, $2;
+    and.b32 m, m, 0xFFC00000;
+    mov.b32 y, m;
+    fma.rn.f32 a, y, 0f40000000, 0fBF800000;
+    min.f32 $0, y, a;
+    }"""
+)
+PACK_VALUES = tl.constexpr(
+    """{
+    .reg .f32 a, b;
+    .reg .b32 c, d, s;
+    mul.rn.f32 a, $1, $5;
+    mul.rn.f32 b, $2, $5;
+    mov.b32 c, a;
+    mov.b32 d, b;
+    and.b32 s, $3, 0x80000000;
+    or.b32 c, c, s;
+    and.b32 s, $4, 0x80000000;
+    or.b32 d, d, s;
+    prmt.b32 $0, c, d, 0x7632;
+    }"""
+)
 """Chains of a cast as one operation each: some of Triton's passes take time quadratic in the number of operations."""
 
 
@@ -349,21 +396,19 @@ def even_code(v, HARDWARE: tl.constexpr = 0):
 
 
 @triton.jit
-def even_magnitude(v):
+def even_magnitude(v, HARDWARE: tl.constexpr):
     """Magnitude in E2M1 of ``v`` to nearest even, without its code: FP32; 6 for NaN.
 
     The grid's step at ``a = |v|`` is half the power of two below ``a``, and 1/2 below 1. A number is rounded to a
     multiple of a step by adding, and taking off again, another one whose unit in the last place is the step.
     """
-    return even_magnitude_of(tl.minimum(tl.abs(v), 6.0))
-
-
-@triton.jit
-def even_magnitude_of(a):
-    """:func:`even_magnitude` of ``0 <= a < 7``."""
-    power = (to_bits(a) & 0x7F800000).to(tl.int32, bitcast=True)
-    rounder = tl.maximum(power + ROUNDER, 0x3F800000 + ROUNDER).to(tl.float32, bitcast=True)  # one instruction
-    return (a + rounder) - rounder
+    if PAIRS & HARDWARE:
+        return tl.inline_asm_elementwise(EVEN_MAGNITUDE, "=f,f", [v], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        a = tl.minimum(tl.abs(v), 6.0)
+        power = (to_bits(a) & 0x7F800000).to(tl.int32, bitcast=True)
+        rounder = tl.maximum(power + ROUNDER, 0x3F800000 + ROUNDER).to(tl.float32, bitcast=True)  # one instruction
+        return (a + rounder) - rounder
 
 
 @triton.jit
@@ -388,16 +433,22 @@ def stochastic_code(v, random, bits: tl.constexpr, HARDWARE: tl.constexpr):
 
 
 @triton.jit
-def stochastic_magnitude(v, random, bits: tl.constexpr):
+def stochastic_magnitude(v, random, bits: tl.constexpr, HARDWARE: tl.constexpr):
     """Magnitude in E2M1 of ``v``, stochastic, without its code: FP32. As :func:`stochastic_code`, but not shifted.
 
     Of NaN any number: the block scale that it is multiplied by is NaN then.
     """
-    a = tl.abs(v)
-    y = tl.maximum(a, tl.fma(a, 0.5, 0.5)).to(tl.int32, bitcast=True)
     half: tl.constexpr = 1 << (21 - bits)
-    clamped = tl.minimum(y + half, 0x40C00000 + half)
-    return undone(from_bits((clamped.to(tl.uint32, bitcast=True) + random) & 0xFFC00000))
+    limit: tl.constexpr = 0x40C00000 + half
+    if PAIRS & HARDWARE:
+        return tl.inline_asm_elementwise(
+            STOCHASTIC_MAGNITUDE, "=f,f,r,r,r", [v, random, half, limit], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        a = tl.abs(v)
+        y = tl.maximum(a, tl.fma(a, 0.5, 0.5)).to(tl.int32, bitcast=True)
+        clamped = tl.minimum(y + half, limit)
+        return undone(from_bits((clamped.to(tl.uint32, bitcast=True) + random) & 0xFFC00000))
 
 
 @triton.jit
@@ -546,13 +597,20 @@ def decoded(magnitude, v, scale):
 
 
 @triton.jit
-def pack_values(magnitudes, v, scale):
+def pack_values(magnitudes, v, scale, HARDWARE: tl.constexpr):
     """Words, each two BF16 values ``e2m1 * scale``, exact (at most 6 significant bits)."""
     words = ()
     for i in tl.static_range(0, len(v), 2):
-        low = decoded(magnitudes[i], v[i], scale)
-        high = decoded(magnitudes[i + 1], v[i + 1], scale)
-        words = words + ((low >> 16) | (high & 0xFFFF0000),)
+        if PAIRS & HARDWARE:
+            word = tl.inline_asm_elementwise(
+                PACK_VALUES, "=r,f,f,f,f,f", [magnitudes[i], magnitudes[i + 1], v[i], v[i + 1], scale],
+                dtype=tl.uint32, is_pure=True, pack=1,
+            )  # fmt: skip
+        else:
+            low = decoded(magnitudes[i], v[i], scale)
+            high = decoded(magnitudes[i + 1], v[i + 1], scale)
+            word = (low >> 16) | (high & 0xFFFF0000)
+        words = words + (word,)
     return words
 
 

@@ -164,7 +164,7 @@ def _even_codes_ptx() -> tl.constexpr:
 def _even_value_ptx() -> tl.constexpr:
     """A word of BF16 values ``e2m1 * scale`` of word ``$1``, ``enc`` ``$2``, scales ``$3`` and a mask of signs ``$4``.
 
-    The magnitudes are those of :func:`fp4engine.kernels.encode.even_magnitude_of`.
+    The magnitudes are those of :func:`fp4engine.kernels.encode.even_magnitude`.
     """
     lines: list[str] = []
     for half in range(2):

@@ -27,6 +27,7 @@ CASES = [
     # capability, casts, dtype, distribution, shape, form; 70 columns are read one by one, 144 eight at once
     (80, "default forward", BF16, "normal", (33, 144), "values"),
     (80, "default backward", BF16, "normal", (33, 144), "codes"),
+    (80, "default backward", BF16, "normal", (33, 144), "values"),
     (86, "default backward", BF16, "normal", (33, 144), "values"),
     (86, "16x16", BF16, "huge", (33, 144), "codes"),
     (89, "default backward", FP32, "normal", (80, 144), "codes"),
@@ -36,6 +37,7 @@ CASES = [
     (90, "default backward", BF16, "zeros", (33, 70), "codes"),
     (90, "16x16", BF16, "normal", (33, 70), "values"),
     (90, "row-scaled", BF16, "normal", (33, 144), "codes"),
+    (90, "4over6 mse 16x16", BF16, "normal", (33, 144), "values"),
 ]
 
 pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="the interpreter compiles nothing")
