@@ -59,8 +59,12 @@ def compile_side_by_side(calls: Sequence[KernelCall], beside: Callable[[], None]
             others.submit(beside)
             others.shutdown(wait=False)
     for kernel in made:
-        if hasattr(kernel, "result"):
-            kernel.result()
+        finished(kernel)
+
+
+def finished(kernel: Any) -> Any:
+    """What Triton compiles; waits for it if Triton gave a promise of it, which another thread may keep."""
+    return kernel.result() if hasattr(kernel, "result") else kernel
 
 
 @contextmanager

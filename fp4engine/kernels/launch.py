@@ -24,7 +24,7 @@ from triton import JITFunction
 
 from fp4engine.constants import ALIGNMENT, MOST_QUESTIONS
 from fp4engine.formats.one_buffer import offsets, offsets_by_lifetime
-from fp4engine.kernels.compiling import KernelCall, Mock, compile_side_by_side, telling
+from fp4engine.kernels.compiling import KernelCall, Mock, compile_side_by_side, finished, telling
 from fp4engine.kernels.target import E4M3, PAIRS, hardware_of
 
 
@@ -460,11 +460,11 @@ class _Kernels:
         with telling(calls) if is_jit else _interpreter:
             if is_jit:
                 Context().run(compile_side_by_side, calls, beside)
-            compiled = [call.kernel[(call.programs,)](*call.arguments, **call.options) for call in calls]
+            started = [call.kernel[(call.programs,)](*call.arguments, **call.options) for call in calls]
         if is_jit:
             self._starts = [
-                _Start(made, step.programs, *zip(*arguments, strict=True))
-                for made, step, arguments in zip(compiled, self._steps, passed, strict=True)
+                _Start(finished(made), step.programs, *zip(*arguments, strict=True))
+                for made, step, arguments in zip(started, self._steps, passed, strict=True)
             ]
 
     def mocked(self, inputs: Sequence[Facts | None]) -> list[KernelCall]:

@@ -333,6 +333,23 @@ def test_what_runs_beside_the_first_call_neither_delays_nor_breaks_it(monkeypatc
     assert ran.wait(30)
 
 
+def test_a_kernel_that_another_thread_compiles_is_waited_for(monkeypatch, streams):
+    """Triton hands out a promise of it, which cannot be started again."""
+
+    class Promised(Compiled):
+        def __getitem__(self, grid):
+            return lambda *arguments, **options: SimpleNamespace(result=lambda: self.started.append(grid) or [0])
+
+    monkeypatch.setattr(launch, "JITFunction", Compiled)
+    monkeypatch.setattr(launch, "_Start", lambda made, *rest: lambda *call: made.append(call))
+    kernel, draft = Promised(), Draft(torch.device("cpu"), inputs=1)
+    draft.step(kernel, 3, *draft.inputs)
+    made = draft.launch()
+    for _ in range(2):
+        made(torch.zeros(2))
+    assert kernel.started == [(3,)]
+
+
 def test_scratch_of_nothing_is_passed_too(planned):
     draft = Draft(torch.device("cpu"), inputs=0)
     output = draft.buffer((2,), BF16)
