@@ -353,7 +353,7 @@ def searched(
         encode_scale = element_encode_scale(scale, outer_decode_scale, HARDWARE)
         error = tl.zeros_like(units[0])
         for i in tl.static_range(16):
-            difference = tl.fma(even_magnitude(x[i] * encode_scale), scale, -units[i])
+            difference = tl.fma(even_magnitude(x[i] * encode_scale, HARDWARE), scale, -units[i])
             error = error + difference * difference
         if SIDE.tiled:
             error = tl.reshape(tile_sum(error, OUTER, INNER), error.shape)
