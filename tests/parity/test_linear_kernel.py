@@ -12,7 +12,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.nn.functional import ScalingType
 
 import fp4engine
-from fp4engine import capability, ops
+from fp4engine import capability, ops, private
 from fp4engine.formats import E4M3, E5M2, fp8, fp8_block
 from fp4engine.functional import WeightCache, directions, make_linear_plan, operators
 from fp4engine.kernels.launch import Launch
@@ -319,14 +319,14 @@ def fp8_units(request, kernel_device, monkeypatch, forget_answers):
         forget_answers()
     elif not capability.fp8_units(torch.device(kernel_device))[0]:
         pytest.skip("needs FP8 tensor cores")
-    multiply, asked = torch._scaled_mm, []
+    multiply, asked = private.scaled_mm, []
 
     def noted(left, right, **options):
         if not torch.compiler.is_dynamo_compiling():
             asked.append((left.dtype, right.dtype, options["out_dtype"], options["use_fast_accum"]))
         return multiply(left, right, **options)
 
-    monkeypatch.setattr(torch, "_scaled_mm", noted)
+    monkeypatch.setattr(private, "scaled_mm", noted)
     return asked
 
 
