@@ -24,7 +24,7 @@ import fp4engine
 from fp4engine import ops, reference
 from fp4engine.formats import CastSpec, Outer, Rotation, RoundingMode
 from fp4engine.kernels import gemm, gemm_blackwell, gemm_blackwell_hopper
-from fp4engine.kernels.launch import facts
+from fp4engine.kernels.launch import meta_of
 from fp4engine.recipe import NVFP4BlockScaling
 from fp4engine.tensor import Operand
 
@@ -66,7 +66,7 @@ def multiply(left: Tensor, right: Tensor, out_dtype: torch.dtype = torch.float32
     """The bare sum of values, with outer factors of one."""
     one = torch.ones(1, device="cuda")
     inputs = (left, None, one, right, None, one, None, None)
-    asked = tuple(map(facts, inputs))
+    asked = tuple(map(meta_of, inputs))
     return gemm_blackwell.resolve_blackwell(asked, left.device, 1.0, out_dtype)(*inputs)[0]
 
 
@@ -192,7 +192,7 @@ def recorded_shares(path: Path) -> dict[str, tuple[float, ...]]:
 def time_product(left: Tensor, right: Tensor, repeats: int) -> dict[str, float]:
     """Milliseconds of every configuration over those of cuBLAS beside it."""
     one, dense = torch.ones(1, device="cuda"), (torch.randn_like(left), torch.randn_like(right).T)
-    bounds = gemm_blackwell.resolve_bounds(facts(left), facts(right), left.device)
+    bounds = gemm_blackwell.resolve_bounds(meta_of(left), meta_of(right), left.device)
     variants = {
         "cuBLAS": lambda: torch.mm(*dense),
         "summed in any order": lambda: gemm.gemm(left, right, one, one, 1.0),

@@ -25,7 +25,7 @@ from fp4engine.functional.activation import Activation
 from fp4engine.functional.norm import Norm
 from fp4engine.kernels.amax import add_amax
 from fp4engine.kernels.cast import Side
-from fp4engine.kernels.launch import Draft, facts
+from fp4engine.kernels.launch import LaunchBuilder, meta_of
 from fp4engine.kernels.load import Prologue, Reading
 from fp4engine.quantizers import make_quantizer, reference_quantizer
 from fp4engine.recipe import CustomRecipe, NVFP4BlockScaling
@@ -151,11 +151,11 @@ def oracle_norm(module: torch.nn.Module, x: Tensor) -> Tensor:
 def activated(activation: Activation, x: Tensor) -> Tensor:
     """The value that a fused cast of the activation encodes: the amax kernel writes it for the cast behind it."""
     source, _ = activation.source(x, x.dtype)
-    draft = Draft(x.device, 1)
-    reading = Reading(facts(x), Prologue.of(source.kind, x.dtype, source.gated))
-    y = draft.output(reading.shape, x.dtype)
-    add_amax(draft, reading, Side.of(QUANTIZER.rowwise_spec, "codes", 0), None, (None, None), y)
-    return draft.launch()(x)[0]
+    builder = LaunchBuilder(x.device, 1)
+    reading = Reading(meta_of(x), Prologue.of(source.kind, x.dtype, source.gated))
+    y = builder.output(reading.shape, x.dtype)
+    add_amax(builder, reading, Side.of(QUANTIZER.rowwise_spec, "codes", 0), None, (None, None), y)
+    return builder.launch()(x)[0]
 
 
 def check() -> None:

@@ -23,7 +23,7 @@ from fp4engine.formats import CastSpec, Rotation, RoundingMode
 from fp4engine.kernels.amax import amax
 from fp4engine.kernels.casts import resolve_cast
 from fp4engine.kernels.dequantize import decode, dequantize
-from fp4engine.kernels.launch import facts
+from fp4engine.kernels.launch import meta_of
 from fp4engine.kernels.source import Asked
 
 STREAM = 32
@@ -124,7 +124,7 @@ def parts_of_a_call(x: Tensor, one: Tensor) -> dict[str, Callable[[], object]]:
     """What a rowwise quantize cannot do without: two outputs, and the launch, resolved before, that allocates them."""
     inputs = (x, one, None, None)
     asked = Asked(PLAIN.key, "", "codes", "codes", "triton", "", False, x.dtype)
-    launch = resolve_cast(tuple(map(facts, inputs)), x.device, asked, False, STREAM)
+    launch = resolve_cast(tuple(map(meta_of, inputs)), x.device, asked, False, STREAM)
     return {
         "two torch.empty": lambda: [torch.empty(shape, dtype=dtype, device="cuda") for shape, dtype in launch.outputs],
         "launch": lambda: launch(*inputs),

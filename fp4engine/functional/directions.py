@@ -1,4 +1,4 @@
-"""Directions of a layer as launches: found once for a plan and the facts of its tensors, and called in every step.
+"""Directions of a layer as launches: found once for a plan and the metadata of its tensors, and called in every step.
 
 Whatever a launch depends on is in the key by which it is looked up: the functions ``_resolve_…`` are pure, and their
 caches bounded.
@@ -22,14 +22,14 @@ from fp4engine.functional.program import CastWeight, LaterProduct, Needs, Reques
 from fp4engine.functional.record import Layout, Slot, replaced, restored, saved
 from fp4engine.functional.shards import shared_amaxes
 from fp4engine.kernels.amax_history import History, Past
-from fp4engine.kernels.launch import Facts, Launch, Matrix, Place
+from fp4engine.kernels.launch import Launch, Matrix, Place, TensorMeta
 from fp4engine.ops import backend as backends
 from fp4engine.ops.draws import require_repeated
 from fp4engine.ops.operation import PLAIN, aligned
 from fp4engine.ops.rng import lock as draw_lock
 from fp4engine.roles import TENSOR_TYPES, TensorType
 
-Told = tuple[Facts | None, ...]
+Told = tuple[TensorMeta | None, ...]
 Names = tuple[str, ...]
 """What each input of a launch is, in their order."""
 Pasts = tuple[tuple[TensorType, Past], ...]
@@ -156,9 +156,9 @@ def _compiling_backward(
     return compile_backward
 
 
-def _contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> Facts:
-    """The facts of a tensor that is allocated."""
-    return Facts(shape, tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape))), dtype, True)
+def _contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> TensorMeta:
+    """The metadata of a tensor that is allocated."""
+    return TensorMeta(shape, tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape))), dtype, True)
 
 
 def run_backward(
@@ -258,9 +258,9 @@ def _are_readable(tensors: Sequence[Tensor | None]) -> bool:
 
 
 def _told(tensors: Sequence[Tensor | None]) -> Told:
-    """The facts of tensors, as :func:`fp4engine.kernels.launch.facts` finds them, without a call of Python for each."""
+    """Metadata of tensors, as :func:`fp4engine.kernels.launch.meta_of` finds it, without a call of Python for each."""
     return tuple([
-        None if t is None else _new(Facts, (t.shape, t.stride(), t.dtype, t.data_ptr() % ALIGNMENT == 0))
+        None if t is None else _new(TensorMeta, (t.shape, t.stride(), t.dtype, t.data_ptr() % ALIGNMENT == 0))
         for t in tensors
     ])  # fmt: skip
 
@@ -316,7 +316,7 @@ def _beside(call: Call, requests: Sequence[Request], tensors: list[Any]) -> tupl
 def _builder(device: torch.device, setting: Setting, names: Names, told: Told, pasts: Pasts) -> Fused:
     """A builder of launches with these inputs."""
     b = Fused(device, told, setting.replays, setting.rank_bits, dict(setting.places))
-    inputs = dict(zip(names, b.draft.inputs, strict=True))
+    inputs = dict(zip(names, b.builder.inputs, strict=True))
     b.state = inputs.get("state")
     for role in TENSOR_TYPES:
         b.given[role] = inputs.get(f"{role} row"), inputs.get(f"{role} col")
@@ -422,9 +422,9 @@ def _reader(b: Fused, first: int) -> Callable[[Slot], Matrix | None]:
         if slot.start is None:
             return whole.transposed if slot.turned else whole
         assert slot.dtype is not None
-        place = b.draft.part(whole.place, slot.start, slot.shape, slot.dtype)
+        place = b.builder.part(whole.place, slot.start, slot.shape, slot.dtype)
         strides = (1,) if len(slot.shape) == 1 else (slot.shape[1], 1)
-        return Matrix(place, Facts(slot.shape, strides, slot.dtype, True))
+        return Matrix(place, TensorMeta(slot.shape, strides, slot.dtype, True))
 
     return read
 
@@ -436,15 +436,15 @@ def _direction(b: Fused, results: list[Place], record: Any, apart: bool = False)
         apart: whether what is saved are tensors of their own, and not parts of one; slots of inputs are then those that
             ``layout`` of a backward pass has.
     """
-    inputs = len(b.draft.inputs)
+    inputs = len(b.builder.inputs)
     tensors: dict[Place, None] = {}
     parts: dict[Place, Matrix] = {}
     read: dict[Place, None] = {}
 
     def sort(matrix: Matrix) -> Matrix:
         place = matrix.place
-        if b.draft.whole(place).position < inputs:
-            read[b.draft.whole(place)] = None
+        if b.builder.whole(place).position < inputs:
+            read[b.builder.whole(place)] = None
         elif apart or place in b.by_host or place in results:
             tensors[place] = None
         else:
@@ -452,7 +452,7 @@ def _direction(b: Fused, results: list[Place], record: Any, apart: bool = False)
         return matrix
 
     replaced(record, sort)
-    launch = b.draft.launch(*results, *tensors, kept=list(parts))
+    launch = b.builder.launch(*results, *tensors, kept=list(parts))
     slots = {place: Slot(index) for index, place in enumerate(tensors)}
     for (place, matrix), start in zip(parts.items(), launch.kept_at, strict=True):
         slots[place] = Slot(len(tensors), start, matrix.shape, matrix.dtype)
@@ -463,10 +463,10 @@ def _direction(b: Fused, results: list[Place], record: Any, apart: bool = False)
         place = matrix.place
         if place in slots:
             return slots[place]
-        whole = b.draft.whole(place)
+        whole = b.builder.whole(place)
         index = first + whole.position - 1 if apart else order[whole]  # the first input of a backward pass is not kept
         if whole != place:
-            return Slot(index, b.draft.start(place), matrix.shape, matrix.dtype)
+            return Slot(index, b.builder.start(place), matrix.shape, matrix.dtype)
         return Slot(index, turned=matrix.turned)
 
     layout = Layout(replaced(record, slot))

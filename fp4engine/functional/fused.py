@@ -18,7 +18,7 @@ from fp4engine.formats import CastSpec
 from fp4engine.functional.eager import Eager
 from fp4engine.functional.plan import LinearPlan
 from fp4engine.functional.program import Request
-from fp4engine.kernels.launch import Draft, Facts, Matrix, Place
+from fp4engine.kernels.launch import LaunchBuilder, Matrix, Place, TensorMeta
 from fp4engine.ops import Operand, SquareOperand, TiledOperand, gemm_fp8
 from fp4engine.ops.cast import casts_supported, decode_supported
 from fp4engine.ops.draws import draw_from
@@ -44,13 +44,13 @@ class Fused:
     """Verbs on the places of tensors in a launch.
 
     Args:
-        told: facts of the launch's inputs; None for one that is not there.
+        told: metadata of the launch's inputs; None for one that is not there.
         replays: whether draws have to be values.
         rank_bits: of the rank whose random bits are drawn, in a stream id.
         places: for each role whose matrix is a part of one where it begins.
 
     Attributes:
-        draft: the launch.
+        builder: the launch.
         state: the state of the random stream.
         given: for each role the amaxes that ranks share.
         histories: for each role its history under delayed scaling.
@@ -61,12 +61,12 @@ class Fused:
     def __init__(
         self,
         device: torch.device,
-        told: Sequence[Facts | None],
+        told: Sequence[TensorMeta | None],
         replays: bool,
         rank_bits: int,
         places: dict[TensorType, tuple[int, int]],
     ) -> None:
-        self.device, self.draft, self._eager = device, Draft(device, len(told)), Eager(device)
+        self.device, self.builder, self._eager = device, LaunchBuilder(device, len(told)), Eager(device)
         self._told, self.replays, self._rank_bits, self._places = told, replays, rank_bits, places
         self.state: Place | None = None
         self.given: dict[TensorType, Given] = {}
@@ -77,7 +77,7 @@ class Fused:
     def input(self, index: int) -> Matrix | None:
         """An input of the launch."""
         told = self._told[index]
-        return None if told is None else Matrix(self.draft.inputs[index], told)
+        return None if told is None else Matrix(self.builder.inputs[index], told)
 
     def source(self, function: Any, x: Matrix, gamma: Matrix | None, beta: Matrix | None, dtype: torch.dtype) -> Any:
         """How kernels read the norm or activation ``function`` of x, rounded to ``dtype``; and the rows' statistics."""
@@ -87,13 +87,13 @@ class Fused:
         statistics = None
         if gamma is not None:
             statistics = Matrix(
-                add_row_statistics(self.draft, x, function.eps, function.has_bias),
-                Facts((2, x.shape[0]), (x.shape[0], 1), torch.float32, True),
+                add_row_statistics(self.builder, x, function.eps, function.has_bias),
+                TensorMeta((2, x.shape[0]), (x.shape[0], 1), torch.float32, True),
             )
             self.paths.append("row_statistics/triton")
         vectors = [None if vector is None else vector.place for vector in (statistics, gamma, beta)]
         prologue = Prologue.of(function.kernel, dtype, function.is_gated)
-        return Reading(x.facts, prologue, x.place, (vectors[0], vectors[1], vectors[2])), statistics
+        return Reading(x.meta, prologue, x.place, (vectors[0], vectors[1], vectors[2])), statistics
 
     dense: Callable[[Any], Placed] = staticmethod(Operand.dense)
 
@@ -105,8 +105,8 @@ class Fused:
 
         assert self.state is not None
         if not self.replays:
-            return add_draw(self.draft, self.state, 1)
-        (drawn,) = self.draft.host_step(draw_from, (self.state,), ((2,), torch.int64))
+            return add_draw(self.builder, self.state, 1)
+        (drawn,) = self.builder.host_step(draw_from, (self.state,), ((2,), torch.int64))
         return drawn
 
     def cast(self, requests: Sequence[Request]) -> list[tuple[Placed, Placed]]:
@@ -119,7 +119,7 @@ class Fused:
 
         role, quantizer, tensor, rowwise, columnwise, rng, in_codes = request
         sides: tuple[bool, bool] = rowwise, columnwise
-        reading = Reading(tensor.facts, None, tensor.place) if isinstance(tensor, Matrix) else tensor
+        reading = Reading(tensor.meta, None, tensor.place) if isinstance(tensor, Matrix) else tensor
         specs = [spec if on else None for on, spec in zip(sides, _specs(quantizer), strict=True)]
         keys = ["" if spec is None else spec.key for spec in specs]
         if reading.dtype not in FLOATS or not casts_supported(keys[0], keys[1], reading.dtype)[0]:
@@ -136,10 +136,10 @@ class Fused:
             stream, place = quantizer.stream, self._places.get(role)
             if rng is not None:
                 stream |= self._rank_bits
-                rng = rng if place is None else add_place(self.draft, rng, place)
+                rng = rng if place is None else add_place(self.builder, rng, place)
             history = self.histories.get(role)
             is_placed = rng is not None and bool(place)
-            operands = add_casts(self.draft, reading, wanted[0], wanted[1], rng, stream, is_placed, history)
+            operands = add_casts(self.builder, reading, wanted[0], wanted[1], rng, stream, is_placed, history)
             self.paths += ["quantize/triton"] + ["record_amax/triton"] * (history is not None)
             shapes = reading.shape, reading.shape[::-1]
             for side, (operand, want) in enumerate(zip(operands, wanted, strict=True)):
@@ -158,8 +158,8 @@ class Fused:
 
         if amax.shape != (1,):
             raise NotCovered
-        own = Matrix(self.draft.buffer((1,), torch.float32), amax.facts)
-        add_fold(self.draft, (amax.place, None), (own.place, None), 1)
+        own = Matrix(self.builder.buffer((1,), torch.float32), amax.meta)
+        add_fold(self.builder, (amax.place, None), (own.place, None), 1)
         return own
 
     def recall(self, quantizer: Quantizer, kept: Any, columnwise: bool) -> Placed:
@@ -176,15 +176,15 @@ class Fused:
         self.paths.append("spread_tiles/triton")
         if is_square:
             _, rows, cols, data, scale_inv, amax = stored
-            transposed = add_transposed(self.draft, data.place, scale_inv.place, spec, rows, cols)
+            transposed = add_transposed(self.builder, data.place, scale_inv.place, spec, rows, cols)
             return _operand(spec, cols, rows, *transposed, amax)
         _, rows, cols, parts, packed = stored
         tiles = Tiles(packed.place, spec, rows, cols, parts)
-        amax = Matrix(tiles.amax(self.draft), Facts((1,), (1,), torch.float32, True))
+        amax = Matrix(tiles.amax(self.builder), TensorMeta((1,), (1,), torch.float32, True))
         if columnwise:
-            return _operand(spec, cols, rows, *add_spread(self.draft, tiles, transposed=True), amax)
-        values = self.draft.matrix((rows, spec.padded_cols(cols)), torch.bfloat16)
-        add_decode_tiles(self.draft, tiles, values.place)
+            return _operand(spec, cols, rows, *add_spread(self.builder, tiles, transposed=True), amax)
+        values = self.builder.matrix((rows, spec.padded_cols(cols)), torch.bfloat16)
+        add_decode_tiles(self.builder, tiles, values.place)
         return _operand(spec, rows, cols, values, None, amax)
 
     def in_dtype(self, operand: Placed, dtype: torch.dtype) -> Placed:
@@ -203,9 +203,9 @@ class Fused:
             raise NotCovered
         self.paths.append("dequantize/triton")
         if decode_supported(spec.key)[0]:
-            return add_dequantize(self.draft, data, scale_inv.place, amax.place, spec, cols, dtype)
+            return add_dequantize(self.builder, data, scale_inv.place, amax.place, spec, cols, dtype)
         width = cols if spec.rotation is None else spec.padded_cols(cols)
-        return add_block_decode(self.draft, data, scale_inv.place, amax.place, spec, width, dtype)
+        return add_block_decode(self.builder, data, scale_inv.place, amax.place, spec, width, dtype)
 
     def within(self, plan: LinearPlan, tensor: Matrix, operand: Placed) -> Matrix:
         from fp4engine.kernels.through_cast import add_within, supports
@@ -214,7 +214,7 @@ class Fused:
         if not isinstance(tensor, Matrix) or scale_inv is None or not supports(operand.key, tensor.dtype)[0]:
             raise NotCovered
         self.paths.append("within_range/triton")
-        return add_within(self.draft, tensor, scale_inv.place, amax.place, spec)
+        return add_within(self.builder, tensor, scale_inv.place, amax.place, spec)
 
     def product(
         self,
@@ -251,15 +251,15 @@ class Fused:
         a, b = [self._fp8_codes(o) if by_fp8 else self._values(o, values_dtype(*keys)) for o in (left, right)]
         amaxes, by_rows = (left.amax.place, right.amax.place), (left.amax.shape[0] > 1, right.amax.shape[0] > 1)
         bias_place = None if bias is None else bias.place
-        return add_gemm(self.draft, a, b, *amaxes, bias_place, numerator, by_rows, out, dtype)
+        return add_gemm(self.builder, a, b, *amaxes, bias_place, numerator, by_rows, out, dtype)
 
     def _fp8(self, fast: bool, left: Placed, right: Placed, dtype: torch.dtype, bias: Matrix | None) -> Matrix:
         """A product of PyTorch's of codes with one scale per tensor."""
         from fp4engine.kernels.factor import add_factor
 
         numerator = left.spec.numerator * right.spec.numerator
-        factors = [Matrix(place, Facts((1, 1), (1, 1), torch.float32, True))
-                   for place in add_factor(self.draft, left.amax.place, right.amax.place, numerator)]  # fmt: skip
+        factors = [Matrix(place, TensorMeta((1, 1), (1, 1), torch.float32, True))
+                   for place in add_factor(self.builder, left.amax.place, right.amax.place, numerator)]  # fmt: skip
         codes = self._fp8_codes(left), self._fp8_codes(right)
         self.paths.append("gemm/fp8")
 
@@ -271,7 +271,7 @@ class Fused:
     def _fp8_codes(self, operand: Placed) -> Matrix:
         """The codes of an operand without block scales as numbers of FP8."""
         data, dtype = operand.data, operand.spec.element.torch_dtype
-        return Matrix(self.draft.part(data.place, 0, data.shape, dtype), data.facts._replace(dtype=dtype))
+        return Matrix(self.builder.part(data.place, 0, data.shape, dtype), data.meta._replace(dtype=dtype))
 
     def _values(self, operand: Placed, dtype: torch.dtype) -> Matrix:
         """What kernels multiply of an operand, in ``dtype``: decoded where it is first read, to be read at once."""
@@ -285,10 +285,10 @@ class Fused:
             return data
         width = spec.padded_cols(cols)
         if dtype != torch.bfloat16 or not decode_supported(spec.key)[0]:
-            return add_block_decode(self.draft, data, scale_inv.place, None, spec, width, dtype)
-        values = self.draft.matrix((rows, width), dtype)
+            return add_block_decode(self.builder, data, scale_inv.place, None, spec, width, dtype)
+        values = self.builder.matrix((rows, width), dtype)
         codes = Codes(data.place, scale_inv.place, rows, width // BLOCK_SIZE)
-        add_decode(self.draft, [codes], [values.place])
+        add_decode(self.builder, [codes], [values.place])
         return values
 
     def undo(
@@ -307,7 +307,7 @@ class Fused:
             raise NotCovered
         self.paths.append("clip_and_rotate_back/triton")
         rotation = CastSpec.from_key(rotated).rotation if rotated else None
-        gradient = add_back(self.draft, values, within, rotation, cols, dtype if out is None else torch.float32)
+        gradient = add_back(self.builder, values, within, rotation, cols, dtype if out is None else torch.float32)
         if out is None:
             return gradient
         self._on_host(Tensor.add_, (out, gradient))
@@ -317,12 +317,12 @@ class Fused:
         from fp4engine.kernels.column_sums import add_column_sums
 
         cols = grad_output.shape[1]
-        if not plan.sums_in_order or grad_output.facts.strides[1] != 1 or dtype not in FLOATS:
+        if not plan.sums_in_order or grad_output.meta.strides[1] != 1 or dtype not in FLOATS:
             summed = partial(self._eager.column_sum, plan, dtype=dtype)
             return self._on_host(summed, (grad_output,), (cols,), dtype)
-        out = self.draft.buffer((cols,), dtype)
-        add_column_sums(self.draft, grad_output, out)
-        return Matrix(out, Facts((cols,), (1,), dtype, True))
+        out = self.builder.buffer((cols,), dtype)
+        add_column_sums(self.builder, grad_output, out)
+        return Matrix(out, TensorMeta((cols,), (1,), dtype, True))
 
     def _on_host(
         self,
@@ -353,13 +353,13 @@ class Fused:
 
         readers = [reader(argument) for argument in arguments]
         if dtype is None:
-            self.draft.host_step(lambda *tensors: function(*[read(tensors) for read in readers]), reads)
+            self.builder.host_step(lambda *tensors: function(*[read(tensors) for read in readers]), reads)
             return None
         run: Callable[..., Tensor] = lambda *tensors: function(*[read(tensors) for read in readers]).contiguous()
-        (made,) = self.draft.host_step(run, reads, (shape, dtype))
+        (made,) = self.builder.host_step(run, reads, (shape, dtype))
         self.by_host.add(made)
         strides = (1,) if len(shape) == 1 else (shape[1], 1)
-        return Matrix(made, Facts(shape, strides, dtype, True))
+        return Matrix(made, TensorMeta(shape, strides, dtype, True))
 
 
 def _specs(quantizer: Quantizer) -> tuple[CastSpec | None, CastSpec | None]:

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp4engine.kernels.encode import NAN, narrow, round_pair, wide
-from fp4engine.kernels.launch import Draft, Facts, Launch, device_facts, facts, resolver
+from fp4engine.kernels.launch import Launch, LaunchBuilder, TensorMeta, device_facts, meta_of, resolver
 
 GELU_SLOPE = tl.constexpr(2 * math.sqrt(2 / math.pi))
 GELU_CUBE = tl.constexpr(2 * math.sqrt(2 / math.pi) * 0.044715)
@@ -71,19 +71,19 @@ def activation_backward_kernel(
 
 
 @resolver
-def resolve_activation_backward(dy: Facts, x: Facts, device: torch.device, kind: str, gated: bool) -> Launch:
+def resolve_activation_backward(dy: TensorMeta, x: TensorMeta, device: torch.device, kind: str, gated: bool) -> Launch:
     """``(dy, x) -> dx``."""
     rows, cols = dy.shape
-    draft = Draft(device, inputs=2)
-    dx = draft.buffer(x.shape, x.dtype)
-    draft.step(
-        activation_backward_kernel, rows * -(-cols // BLOCK), *draft.inputs, dx, cols, dy.strides[0], x.strides[0],
+    builder = LaunchBuilder(device, inputs=2)
+    dx = builder.buffer(x.shape, x.dtype)
+    builder.step(
+        activation_backward_kernel, rows * -(-cols // BLOCK), *builder.inputs, dx, cols, dy.strides[0], x.strides[0],
         kind, gated, BLOCK, device_facts(device)[0], num_warps=4,
     )  # fmt: skip
-    return draft.launch(dx)
+    return builder.launch(dx)
 
 
 def activation_backward(dy: Tensor, x: Tensor, kind: str, gated: bool) -> Tensor:
     """Gradient of x [M, H] or [M, 2H], from dy [M, H]; unit stride along the rows of both."""
-    (dx,) = resolve_activation_backward(facts(dy), facts(x), x.device, kind, gated)(dy, x)
+    (dx,) = resolve_activation_backward(meta_of(dy), meta_of(x), x.device, kind, gated)(dy, x)
     return dx

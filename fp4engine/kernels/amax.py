@@ -25,14 +25,14 @@ from fp4engine.kernels.cast import Side
 from fp4engine.kernels.encode import NAN, block_amax, from_bits, hadamard_amax, operand_amax, round_pair, to_bits
 from fp4engine.kernels.launch import (
     WIDTHS,
-    Draft,
-    Facts,
     Launch,
+    LaunchBuilder,
     Place,
+    TensorMeta,
     Tiles,
     device_facts,
-    facts,
     fitting,
+    meta_of,
     resolver,
 )
 from fp4engine.kernels.load import Prologue, Reading, read_blocks, read_rows, store_blocks, store_rows
@@ -273,7 +273,7 @@ Pair = tuple[Any | None, Any | None]
 
 
 def add_amax(
-    draft: Draft,
+    builder: LaunchBuilder,
     source: Reading,
     row: Side | None,
     col: Side | None,
@@ -287,9 +287,9 @@ def add_amax(
         amaxes: where an amax for each row goes; one per tensor is left in parts, and :func:`whole_amax` puts it there.
     """
     rows, cols = source.shape
-    hardware, multiprocessors = device_facts(draft.device)
+    hardware, multiprocessors = device_facts(builder.device)
     overlap = overlapping(hardware)
-    tiles = Tiles.of(source.shape, draft.device, *tile_shape(col, source.prologue, cols, source.x.dtype.itemsize))
+    tiles = Tiles.of(source.shape, builder.device, *tile_shape(col, source.prologue, cols, source.x.dtype.itemsize))
     # As many as run on a multiprocessor at once on sm_90, or twice as many: 5 of a gated activation, else 4.
     per_multiprocessor = 5 if source.prologue is not None and source.prologue.gated else 8
     programs = min(tiles.programs, per_multiprocessor * multiprocessors, MOST_PARTS)
@@ -297,35 +297,35 @@ def add_amax(
     sizes = [length if side is not None and side.per_row else 0 for side, length in ((row, rows), (col, cols))]
     if any(sizes):
         cleared = [amax if size else None for amax, size in zip(amaxes, sizes, strict=True)]
-        add_zeros(draft, cleared, sizes)
+        add_zeros(builder, cleared, sizes)
     asked = ((row, amaxes[0]), (col, amaxes[1]))
     in_parts = [side is not None and not side.per_row for side, _ in asked]
     row_max, col_max = (
-        draft.buffer((programs,), torch.float32) if parts else amax
+        builder.buffer((programs,), torch.float32) if parts else amax
         for parts, (_, amax) in zip(in_parts, asked, strict=True)
     )
     row_whole, col_whole = (amax if parts else None for parts, (_, amax) in zip(in_parts, asked, strict=True))
     places, constants = (history.places, history.constants) if history else ((None, None), (0, "", 1))
-    draft.step(
+    builder.step(
         amax_kernel, programs, *source.places, y, row_max, row_whole, col_max, col_whole, *places, rows, cols,
         *source.x.strides, *constants, row, col, source.prologue, *tiles.constants, num_warps=4, **overlap,
     )  # fmt: skip
     for (side, amax), size in zip(asked, sizes, strict=True):
         if side is not None and side.shared_rows:
-            add_sharing(draft, amax, size)
+            add_sharing(builder, amax, size)
     return Maxima(row_max, col_max, programs)
 
 
-def add_sharing(draft: Draft, amax: Any, rows: int) -> None:
+def add_sharing(builder: LaunchBuilder, amax: Any, rows: int) -> None:
     """Let each 128 of the amaxes of ``rows`` rows be the largest of them."""
-    draft.step(share_rows_kernel, -(-rows // SHARED_ROWS), amax, rows, SHARED_ROWS, num_warps=4)
+    builder.step(share_rows_kernel, -(-rows // SHARED_ROWS), amax, rows, SHARED_ROWS, num_warps=4)
 
 
-def add_zeros(draft: Draft, places: Sequence[Any | None], sizes: Sequence[int]) -> None:
+def add_zeros(builder: LaunchBuilder, places: Sequence[Any | None], sizes: Sequence[int]) -> None:
     """Clear two FP32 vectors."""
-    hardware, _ = device_facts(draft.device)
+    hardware, _ = device_facts(builder.device)
     programs = -(-max(sizes) // CLEARED)
-    draft.step(clear_kernel, programs, *places, *sizes, CLEARED, hardware, num_warps=4, **overlapping(hardware))
+    builder.step(clear_kernel, programs, *places, *sizes, CLEARED, hardware, num_warps=4, **overlapping(hardware))
 
 
 def amax_size(side: Side | None, rows: int) -> int:
@@ -336,39 +336,39 @@ def amax_size(side: Side | None, rows: int) -> int:
 
 
 @resolver
-def resolve_amax(x: Facts, device: torch.device, rowwise: str, columnwise: str) -> Launch:
+def resolve_amax(x: TensorMeta, device: torch.device, rowwise: str, columnwise: str) -> Launch:
     """``(x) -> amaxes`` of the sides whose spec's key is given."""
-    draft = Draft(device, inputs=1)
+    builder = LaunchBuilder(device, inputs=1)
     row, col = Side.of_key(rowwise, "codes", 0), Side.of_key(columnwise, "codes", 1)
     row_amax, col_amax = (
-        draft.buffer((amax_size(side, length),), torch.float32) if side else None
+        builder.buffer((amax_size(side, length),), torch.float32) if side else None
         for side, length in zip((row, col), x.shape, strict=True)
     )
-    add_folded_amax(draft, Reading(x, None, draft.inputs[0]), row, col, (row_amax, col_amax))
-    return draft.launch(*[amax for amax in (row_amax, col_amax) if amax is not None])
+    add_folded_amax(builder, Reading(x, None, builder.inputs[0]), row, col, (row_amax, col_amax))
+    return builder.launch(*[amax for amax in (row_amax, col_amax) if amax is not None])
 
 
-def add_folded_amax(draft: Draft, source: Reading, row: Side | None, col: Side | None, amaxes: Pair) -> None:
+def add_folded_amax(builder: LaunchBuilder, source: Reading, row: Side | None, col: Side | None, amaxes: Pair) -> None:
     """Take the maxima of the sides to ``amaxes``, where nobody casts by them at once: nothing is left in parts."""
     if 0 in source.shape:
         add_zeros(
-            draft, amaxes, [amax_size(side, length) for side, length in zip((row, col), source.shape, strict=True)]
+            builder, amaxes, [amax_size(side, length) for side, length in zip((row, col), source.shape, strict=True)]
         )
         return
     if source.x.is_column_major:
         source, (row, col), amaxes = source._replace(x=source.x.transposed), (col, row), (amaxes[1], amaxes[0])
-    maxima = add_amax(draft, source, row, col, amaxes)
+    maxima = add_amax(builder, source, row, col, amaxes)
     folded = [side is not None and not side.per_row for side in (row, col)]
     parts = [place if fold else None for place, fold in zip(maxima[:2], folded, strict=True)]
-    add_fold(draft, parts, amaxes, maxima.parts)
+    add_fold(builder, parts, amaxes, maxima.parts)
 
 
-def add_fold(draft: Draft, parts: Sequence[Any | None], amaxes: Pair, count: int) -> None:
+def add_fold(builder: LaunchBuilder, parts: Sequence[Any | None], amaxes: Pair, count: int) -> None:
     """Take the largest of ``count`` parts to its place in ``amaxes``, for each side that has parts."""
     outs = [None if part is None else amax for part, amax in zip(parts, amaxes, strict=True)]
     if any(parts):
-        hardware, _ = device_facts(draft.device)
-        draft.step(fold_kernel, 1, *parts, *outs, count, hardware, num_warps=4, **overlapping(hardware))
+        hardware, _ = device_facts(builder.device)
+        builder.step(fold_kernel, 1, *parts, *outs, count, hardware, num_warps=4, **overlapping(hardware))
 
 
 def amax(x: Tensor, rowwise: CastSpec | None, columnwise: CastSpec | None) -> tuple[Tensor | None, Tensor | None]:
@@ -379,5 +379,5 @@ def amax(x: Tensor, rowwise: CastSpec | None, columnwise: CastSpec | None) -> tu
         rowwise, columnwise: what :func:`fp4engine.kernels.quantize.supports` covers.
     """
     keys = [spec.key if spec else "" for spec in (rowwise, columnwise)]
-    outputs = iter(resolve_amax(facts(x), x.device, *keys)(x))
+    outputs = iter(resolve_amax(meta_of(x), x.device, *keys)(x))
     return next(outputs) if rowwise else None, next(outputs) if columnwise else None

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fp4engine.constants import ALIGNMENT
 from fp4engine.kernels.encode import NAN
-from fp4engine.kernels.launch import Draft, Facts, Launch, Place, facts, resolver
+from fp4engine.kernels.launch import Launch, LaunchBuilder, Place, TensorMeta, meta_of, resolver
 
 INFINITY = tl.constexpr(float("inf"))
 
@@ -110,18 +110,18 @@ class History(NamedTuple):
 
 
 @resolver
-def resolve_record(past: Past, current: Facts, chosen: Facts | None, device: torch.device) -> Launch:
+def resolve_record(past: Past, current: TensorMeta, chosen: TensorMeta | None, device: torch.device) -> Launch:
     """``(values, amax, current, chosen) -> scale's amax``; writes the first two."""
-    draft = Draft(device, inputs=4)
-    values, amax, whole, given = draft.inputs
-    out = draft.buffer((1,), torch.float32)
+    builder = LaunchBuilder(device, inputs=4)
+    values, amax, whole, given = builder.inputs
+    out = builder.buffer((1,), torch.float32)
     constants = History(past, (values, amax)).constants
-    draft.step(record_kernel, 1, values, amax, whole, given if chosen else None, out, *constants, num_warps=4)
-    return draft.launch(out)
+    builder.step(record_kernel, 1, values, amax, whole, given if chosen else None, out, *constants, num_warps=4)
+    return builder.launch(out)
 
 
 def record_amax(values: Tensor, amax: Tensor, current: Tensor, choice: str, chosen: Tensor | None) -> Tensor:
     """As :func:`fp4engine.reference.record_amax`."""
     past = Past.of(values, amax, choice)
-    (out,) = resolve_record(past, facts(current), facts(chosen), values.device)(values, amax, current, chosen)
+    (out,) = resolve_record(past, meta_of(current), meta_of(chosen), values.device)(values, amax, current, chosen)
     return out

@@ -13,7 +13,17 @@ from fp4engine.formats import FP32, CastSpec
 from fp4engine.kernels.block_cast import decode_tile, from_stored, two_to
 from fp4engine.kernels.blocks import TILE_C, BlockCast, as_bytes
 from fp4engine.kernels.encode import narrow
-from fp4engine.kernels.launch import Block, Draft, Facts, Launch, Matrix, Place, device_facts, facts, resolver
+from fp4engine.kernels.launch import (
+    Block,
+    Launch,
+    LaunchBuilder,
+    Matrix,
+    Place,
+    TensorMeta,
+    device_facts,
+    meta_of,
+    resolver,
+)
 from fp4engine.kernels.rotate import round_to
 
 TILE_R = 32
@@ -94,35 +104,43 @@ def block_decode_kernel(
 
 
 def add_block_decode(
-    draft: Draft, codes: Matrix, scale_inv: Place, amax: Place | None, spec: CastSpec, cols: int, dtype: torch.dtype
+    builder: LaunchBuilder,
+    codes: Matrix,
+    scale_inv: Place,
+    amax: Place | None,
+    spec: CastSpec,
+    cols: int,
+    dtype: torch.dtype,
 ) -> Matrix:
     """Values [rows, cols] of codes, with the outer factor if there is an amax.
 
     Without, FP32 block scales are left out too: they are factors of a product, see ``gemm_factors.py``.
     """
-    rows = codes.facts.shape[0]
-    width = codes.facts.shape[1] * 8 // spec.element.storage_bits
-    out = draft.matrix((rows, cols), dtype)
+    rows = codes.meta.shape[0]
+    width = codes.meta.shape[1] * 8 // spec.element.storage_bits
+    out = builder.matrix((rows, cols), dtype)
     scaled = spec.block[1] and (amax is not None or spec.scale != FP32)
     scales = Block(scale_inv, as_bytes) if scaled else None
-    draft.step(
+    builder.step(
         block_decode_kernel, -(-rows // TILE_R) * -(-cols // TILE_C), codes.place, scales, amax, out.place, rows, width,
-        cols, BlockCast.of(spec, "values", 0), TILE_R, TILE_C, device_facts(draft.device)[0], num_warps=4,
+        cols, BlockCast.of(spec, "values", 0), TILE_R, TILE_C, device_facts(builder.device)[0], num_warps=4,
     )  # fmt: skip
     return out
 
 
 @resolver
 def resolve_block_decode(
-    tensors: tuple[Facts | None, ...], device: torch.device, key: str, cols: int, dtype: torch.dtype
+    tensors: tuple[TensorMeta | None, ...], device: torch.device, key: str, cols: int, dtype: torch.dtype
 ) -> Launch:
     """``(codes, scale_inv, amax) -> values``."""
     codes, _, amax = tensors
     assert codes is not None
-    draft = Draft(device, inputs=3)
-    place, scale_inv, outer = draft.inputs
+    builder = LaunchBuilder(device, inputs=3)
+    place, scale_inv, outer = builder.inputs
     matrix, spec = Matrix(place, codes), CastSpec.from_key(key)
-    return draft.launch(add_block_decode(draft, matrix, scale_inv, outer if amax else None, spec, cols, dtype).place)
+    return builder.launch(
+        add_block_decode(builder, matrix, scale_inv, outer if amax else None, spec, cols, dtype).place
+    )
 
 
 def block_decode(codes: Tensor, scale_inv: Tensor, key: str, dtype: torch.dtype) -> Tensor:
@@ -133,7 +151,7 @@ def block_decode(codes: Tensor, scale_inv: Tensor, key: str, dtype: torch.dtype)
     """
     width = codes.shape[1] * (2 if CastSpec.from_key(key).element.storage_bits == 4 else 1)
     tensors = (codes, scale_inv, None)
-    launch = resolve_block_decode(tuple(map(facts, tensors)), codes.device, key, width, dtype)
+    launch = resolve_block_decode(tuple(map(meta_of, tensors)), codes.device, key, width, dtype)
     return launch(*tensors)[0]
 
 
@@ -143,5 +161,5 @@ def block_dequantize(codes: Tensor, scale_inv: Tensor, amax: Tensor, key: str, c
     tensors = (codes, scale_inv, amax)
     width = cols if spec.rotation is None else spec.padded_cols(cols)
     narrow_dtype = torch.float32 if dtype == torch.float64 else dtype
-    launch = resolve_block_decode(tuple(map(facts, tensors)), codes.device, key, width, narrow_dtype)
+    launch = resolve_block_decode(tuple(map(meta_of, tensors)), codes.device, key, width, narrow_dtype)
     return launch(*tensors)[0].to(dtype)

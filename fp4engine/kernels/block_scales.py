@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fp4engine.kernels.block_cast import two_to
 from fp4engine.kernels.blocks import as_bytes
-from fp4engine.kernels.launch import Block, Draft, Facts, Launch, Place, facts, resolver
+from fp4engine.kernels.launch import Block, Launch, LaunchBuilder, Place, TensorMeta, meta_of, resolver
 
 SCALES = 1024
 """Scales that a program writes."""
@@ -71,12 +71,12 @@ def shape_of(rows: int, blocks: int, height: int) -> tuple[int, int]:
     return (blocks, rows) if height == 1 else (-(-rows // height), -(-blocks // 4) * 4)
 
 
-def add_block_scales(draft: Draft, left: Scales, right: Scales, height: int) -> tuple[Place, Place]:
+def add_block_scales(builder: LaunchBuilder, left: Scales, right: Scales, height: int) -> tuple[Place, Place]:
     """Both operands' scales; blocks of the left one have one row, of the right ``height``."""
     (lines, width), blocks = shape_of(right.rows, right.blocks, height), right.blocks
-    outs = draft.buffer((left.blocks, left.rows), torch.float32), draft.buffer((lines, width), torch.float32)
+    outs = builder.buffer((left.blocks, left.rows), torch.float32), builder.buffer((lines, width), torch.float32)
     programs = -(-left.rows * left.blocks // SCALES) + -(-lines * width // SCALES)
-    draft.step(
+    builder.step(
         block_scales_kernel, programs, Block(left.scale_inv, as_bytes), outs[0], Block(right.scale_inv, as_bytes),
         outs[1], left.rows, left.blocks, right.rows, blocks, width, height, SCALES, num_warps=4,
     )  # fmt: skip
@@ -84,14 +84,14 @@ def add_block_scales(draft: Draft, left: Scales, right: Scales, height: int) -> 
 
 
 @resolver
-def resolve_block_scales(left: Facts, right: Facts, device: torch.device, height: int) -> Launch:
+def resolve_block_scales(left: TensorMeta, right: TensorMeta, device: torch.device, height: int) -> Launch:
     """``(left_scale_inv, right_scale_inv) -> left_scales, right_scales``."""
-    draft = Draft(device, inputs=2)
-    operands = (Scales(place, *tensor.shape) for place, tensor in zip(draft.inputs, (left, right), strict=True))
-    return draft.launch(*add_block_scales(draft, *operands, height))
+    builder = LaunchBuilder(device, inputs=2)
+    operands = (Scales(place, *tensor.shape) for place, tensor in zip(builder.inputs, (left, right), strict=True))
+    return builder.launch(*add_block_scales(builder, *operands, height))
 
 
 def block_scales(left: Tensor, right: Tensor, height: int) -> list[Tensor]:
     """FP32 scales of both operands of a product, from block scales [rows, blocks], E8M0 or FP32."""
     left, right = left.contiguous(), right.contiguous()
-    return resolve_block_scales(facts(left), facts(right), left.device, height)(left, right)
+    return resolve_block_scales(meta_of(left), meta_of(right), left.device, height)(left, right)

@@ -27,7 +27,7 @@ from fp4engine.kernels.dequantize import Codes, add_decode
 from fp4engine.kernels.dots import neighbour_sums, shrinkage
 from fp4engine.kernels.element import Grid
 from fp4engine.kernels.encode import FLT_MAX, block_amax, outer_encode_scale, to_e4m3
-from fp4engine.kernels.launch import Block, Draft, Facts, Place, device_facts
+from fp4engine.kernels.launch import Block, LaunchBuilder, Place, TensorMeta, device_facts
 
 TILE_C = 128
 SUMS = 2048
@@ -298,12 +298,14 @@ def as_bytes(scale_inv: torch.Tensor) -> torch.Tensor:
     return scale_inv if scale_inv.dtype == torch.float32 else scale_inv.view(torch.uint8)
 
 
-def add_cast(draft: Draft, x: Facts, place: Place, target: Target, rng: Place | None, stream: int) -> None:
-    """Cast one operand: ``x`` of facts [R, C] at any strides."""
+def add_cast(
+    builder: LaunchBuilder, x: TensorMeta, place: Place, target: Target, rng: Place | None, stream: int
+) -> None:
+    """Cast one operand: ``x`` of metadata [R, C] at any strides."""
     spec = target.spec
     rows, cols = x.shape
     width = spec.padded_cols(cols)
-    hardware, multiprocessors = device_facts(draft.device)
+    hardware, multiprocessors = device_facts(builder.device)
     aligned, scalar = spec.scale_rule is ScaleRule.ALIGNED, spec.correction is Correction.SCALAR
     scaled_by_all = spec.outer not in (Outer.BLOCK128, Outer.NONE) and not aligned
     cast = BlockCast.of(spec, "codes" if aligned else target.form, target.side, target.sharded)
@@ -311,52 +313,52 @@ def add_cast(draft: Draft, x: Facts, place: Place, target: Target, rng: Place | 
     tiles = -(-rows // tile[0]) * -(-width // TILE_C)
     amax, whole, parts = target.given, None, 0
     if target.given is None and not aligned:
-        whole = draft.buffer((1,), torch.float32) if scalar else target.amax
+        whole = builder.buffer((1,), torch.float32) if scalar else target.amax
         amax = None
     if target.given is None and scaled_by_all:
         if spec.outer.is_by_rows:
             assert whole is not None
             amax, whole = whole, None
-            add_zeros(draft, [amax, None], [rows, 0])
+            add_zeros(builder, [amax, None], [rows, 0])
             programs = min(tiles, 8 * multiprocessors)
         else:
             parts = programs = min(tiles, 8 * multiprocessors, MOST_PARTS)
-            amax = draft.buffer((max(parts, 1),), torch.float32)
+            amax = builder.buffer((max(parts, 1),), torch.float32)
             if not parts:
-                add_zeros(draft, [whole, None], [1, 0])
-        draft.step(
+                add_zeros(builder, [whole, None], [1, 0])
+        builder.step(
             block_amax_kernel, programs, place, amax, whole, rng, rows, cols, *x.strides, stream, cast,
             tile_rows(spec, of_amax=True), TILE_C, hardware, num_warps=8,
         )  # fmt: skip
         if spec.outer is Outer.ROWS128:
-            add_sharing(draft, amax, rows)
+            add_sharing(builder, amax, rows)
     sums = largest = None
     unaligned: Place | None = None
     scales = Block(target.scale_inv, as_bytes) if target.scale_inv else None
     groups = rows * width // cast.group
     if scalar:
-        sums = draft.buffer((2, max(groups, 1)), torch.float64)
+        sums = builder.buffer((2, max(groups, 1)), torch.float64)
     if aligned:
-        scales = unaligned = draft.buffer((rows, width // spec.block[1]), torch.float32)
+        scales = unaligned = builder.buffer((rows, width // spec.block[1]), torch.float32)
         if target.given is None:
-            largest = draft.buffer((1,), torch.float32)
-            add_zeros(draft, [largest, None], [1, 0])
-    codes = draft.buffer((rows, width // 2), torch.uint8) if aligned and target.form == "values" else target.data
-    draft.step(
+            largest = builder.buffer((1,), torch.float32)
+            add_zeros(builder, [largest, None], [1, 0])
+    codes = builder.buffer((rows, width // 2), torch.uint8) if aligned and target.form == "values" else target.data
+    builder.step(
         block_cast_kernel, max(tiles, 1), place, None if aligned else amax, whole, codes, scales, sums, largest, rng,
         rows, cols, *x.strides, width, stream, parts, cast, *tile, hardware, num_warps=warps_for(tile[0]),
     )  # fmt: skip
     if unaligned:
-        _add_alignment(draft, target, cast, rows, width, unaligned, largest, codes, rng, stream)
+        _add_alignment(builder, target, cast, rows, width, unaligned, largest, codes, rng, stream)
     if sums:
         assert target.amax is not None
         source = whole if target.given is None else target.given
         assert source is not None
-        add_correction(draft, sums, groups, source, target.amax)
+        add_correction(builder, sums, groups, source, target.amax)
 
 
 def _add_alignment(
-    draft: Draft,
+    builder: LaunchBuilder,
     target: Target,
     cast: BlockCast,
     rows: int,
@@ -369,21 +371,21 @@ def _add_alignment(
 ) -> None:
     """Store the block scales, and the values if they are asked for."""
     blocks = width // cast.width
-    hardware, _ = device_facts(draft.device)
-    stored = target.scale_inv or draft.buffer((rows, blocks), torch.float8_e4m3fn)
-    draft.step(
+    hardware, _ = device_facts(builder.device)
+    stored = target.scale_inv or builder.buffer((rows, blocks), torch.float8_e4m3fn)
+    builder.step(
         align_kernel, max(-(-rows * blocks // SCALES_PER_PROGRAM), 1), scales, largest, target.given or target.amax,
         Block(stored, as_bytes), rng, rows, blocks, stream, cast, SCALES_PER_PROGRAM, hardware, num_warps=4,
     )  # fmt: skip
     if target.form == "values":
-        add_decode(draft, [Codes(codes, stored, rows, blocks)], [target.data])
+        add_decode(builder, [Codes(codes, stored, rows, blocks)], [target.data])
 
 
-def add_correction(draft: Draft, sums: Place, count: int, source: Place, amax: Place) -> None:
+def add_correction(builder: LaunchBuilder, sums: Place, count: int, source: Place, amax: Place) -> None:
     """``amax = source * <y,y> / <y,q>``, from sums [2, count]; ``source`` itself without any."""
     while count > SUMS:
         folded = -(-count // SUMS)
-        out = draft.buffer((2, folded), torch.float64)
-        draft.step(fold_sums_kernel, folded, sums, out, None, count, folded, SUMS, num_warps=4)
+        out = builder.buffer((2, folded), torch.float64)
+        builder.step(fold_sums_kernel, folded, sums, out, None, count, folded, SUMS, num_warps=4)
         sums, count = out, folded
-    draft.step(fold_sums_kernel, 1, sums, amax, source, count, 1, SUMS, num_warps=4)
+    builder.step(fold_sums_kernel, 1, sums, amax, source, count, 1, SUMS, num_warps=4)

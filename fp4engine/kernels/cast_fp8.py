@@ -17,7 +17,7 @@ from fp4engine.kernels.amax import Maxima, add_amax, whole_amax
 from fp4engine.kernels.amax_history import History, note, recall
 from fp4engine.kernels.cast import Side
 from fp4engine.kernels.encode import outer_encode_scale, to_bits
-from fp4engine.kernels.launch import Draft, Place
+from fp4engine.kernels.launch import LaunchBuilder, Place
 from fp4engine.kernels.load import Reading
 
 TILE_M, TILE_K = 64, 128
@@ -162,7 +162,7 @@ class Target(NamedTuple):
 
 
 def add_cast(
-    draft: Draft, reading: Reading, row: Target | None, col: Target | None, history: History | None = None
+    builder: LaunchBuilder, reading: Reading, row: Target | None, col: Target | None, history: History | None = None
 ) -> None:
     """Cast the sides that have a target; the largest magnitude of x, the same for both, is taken if one lacks it.
 
@@ -172,9 +172,9 @@ def add_cast(
     missing = [target.amax for target in (row, col) if target is not None and not target.is_given]  # one, if any
     own, maxima = None, Maxima(None, None, 0)
     if missing:
-        own = missing[0] if history is None else draft.buffer((1,), torch.float32)
+        own = missing[0] if history is None else builder.buffer((1,), torch.float32)
         source = reading if not reading.x.is_column_major else reading._replace(x=reading.x.transposed)
-        maxima = add_amax(draft, source, Side.of(CastSpec(), "codes", 0), None, (own, None), None, history)
+        maxima = add_amax(builder, source, Side.of(CastSpec(), "codes", 0), None, (own, None), None, history)
     past = (None, None, None) if history is None else (*history.places, missing[0])
     shared = row is not None and col is not None and row.amax == col.amax
     row_width = row.spec.padded_cols(cols) if row else 0
@@ -188,7 +188,7 @@ def add_cast(
             continue
         whole = None if target.is_given or (shared and target is col) else own
         targets += [target.amax if target.is_given else maxima.row, whole, target.data]
-    draft.step(
+    builder.step(
         cast_fp8_kernel, tiles, reading.place, *targets, *past, rows, cols, *reading.x.strides, row_width, col_width,
         tiles_k, maxima.parts, Grid.of(row.spec) if row else None, Grid.of(col.spec) if col else None,
         shared, TILE_M, TILE_K, num_warps=4,

@@ -21,7 +21,7 @@ from fp4engine.kernels.block_cast import inverse_scale, magnitudes
 from fp4engine.kernels.blocks import BlockCast, Target, as_bytes
 from fp4engine.kernels.element import encode_element
 from fp4engine.kernels.encode import E4M3, NAN, from_bits, stack, wide
-from fp4engine.kernels.launch import Block, Draft, Facts, Place, device_facts
+from fp4engine.kernels.launch import Block, LaunchBuilder, Place, TensorMeta, device_facts
 
 TILE = 128
 """Rows and columns of a program, and of what a block spans."""
@@ -212,7 +212,13 @@ def covers(target: Target) -> bool:
 
 
 def add_casts(
-    draft: Draft, x: Facts, place: Place, row: Target | None, col: Target | None, rng: Place | None, stream: int
+    builder: LaunchBuilder,
+    x: TensorMeta,
+    place: Place,
+    row: Target | None,
+    col: Target | None,
+    rng: Place | None,
+    stream: int,
 ) -> None:
     """Cast the sides of x [M, K] that have a target: what the kernel :func:`covers` by it, and any other by its own."""
     both: list[Target | None] = [None, None]
@@ -222,12 +228,12 @@ def add_casts(
         if covers(target):
             both[side] = target
         else:
-            blocks.add_cast(draft, x.transposed if side else x, place, target, rng, stream)
+            blocks.add_cast(builder, x.transposed if side else x, place, target, rng, stream)
     if any(both):
-        _add_cast(draft, x, place, *both)
+        _add_cast(builder, x, place, *both)
 
 
-def _add_cast(draft: Draft, x: Facts, place: Place, row: Target | None, col: Target | None) -> None:
+def _add_cast(builder: LaunchBuilder, x: TensorMeta, place: Place, row: Target | None, col: Target | None) -> None:
     if x.is_column_major:
         x, row, col = x.transposed, col, row
     rows, cols = x.shape
@@ -246,7 +252,7 @@ def _add_cast(draft: Draft, x: Facts, place: Place, row: Target | None, col: Tar
             targets += [target.amax, target.data, Block(target.scale_inv, as_bytes)]
             widths.append(target.spec.padded_cols(length))
             casts.append(BlockCast.of(target.spec, "codes", 0))
-    draft.step(
+    builder.step(
         cast_fp8_blocks_kernel, tiles, place, *targets, rows, cols, *x.strides, *widths, tiles_k, *casts, TILE,
-        device_facts(draft.device)[0], num_warps=WARPS,
+        device_facts(builder.device)[0], num_warps=WARPS,
     )  # fmt: skip

@@ -14,7 +14,7 @@ from fp4engine.kernels import blocks, cast_fp8, cast_fp8_blocks, quantize
 from fp4engine.kernels.amax import resolve_amax
 from fp4engine.kernels.amax_history import History
 from fp4engine.kernels.cast import Side
-from fp4engine.kernels.launch import Draft, Facts, Launch, Matrix, Place, facts, resolver
+from fp4engine.kernels.launch import Launch, LaunchBuilder, Matrix, Place, TensorMeta, meta_of, resolver
 from fp4engine.kernels.load import Prologue, Reading
 from fp4engine.kernels.quantize import Target
 from fp4engine.kernels.source import Asked
@@ -78,7 +78,7 @@ class Made(NamedTuple):
 
 
 def add_casts(
-    draft: Draft,
+    builder: LaunchBuilder,
     reading: Reading,
     row: Wanted | None,
     col: Wanted | None,
@@ -104,20 +104,22 @@ def add_casts(
             continue
         spec, form, given = wanted
         padded = spec.padded_cols(width)
-        data = draft.matrix(*_data(spec, form, height, padded))
-        scale_inv = draft.matrix((height, spec.num_blocks(padded)), spec.scale.torch_dtype) if form == "codes" else None
-        amax = Matrix(given, Facts((1,), (1,), torch.float32, True)) if given else None
+        data = builder.matrix(*_data(spec, form, height, padded))
+        scale_inv = (
+            builder.matrix((height, spec.num_blocks(padded)), spec.scale.torch_dtype) if form == "codes" else None
+        )
+        amax = Matrix(given, TensorMeta((1,), (1,), torch.float32, True)) if given else None
         if amax is None or spec.correction is Correction.SCALAR:
             if not spec.block[1] and fp8[0] is not None and not fp8[0].is_given:
-                amax = Matrix(fp8[0].amax, Facts((1,), (1,), torch.float32, True))  # one for x and its transpose
+                amax = Matrix(fp8[0].amax, TensorMeta((1,), (1,), torch.float32, True))  # one for x and its transpose
             else:
                 shape = (height,) if spec.outer.is_by_rows else (1,)
                 shape = (height, padded // 128) if spec.outer is Outer.BLOCK128 else shape
-                amax = Matrix(draft.buffer(shape, torch.float32), Facts(shape, (1,), torch.float32, True))
+                amax = Matrix(builder.buffer(shape, torch.float32), TensorMeta(shape, (1,), torch.float32, True))
         if not spec.block[1]:
             fp8[side] = cast_fp8.Target(spec, amax.place, given is not None, data.place)
         elif fuses(spec, reading.dtype)[0]:
-            scales = scale_inv or draft.matrix(*quantize.scales_of(height, width))
+            scales = scale_inv or builder.matrix(*quantize.scales_of(height, width))
             kind = Side.of(spec, form, side, is_placed)
             fp4[side] = Target(kind, amax.place, given is not None, data.place, scales.place)
         else:
@@ -126,11 +128,11 @@ def add_casts(
             others[side] = blocks.Target(spec, form, side, is_placed, given, written, data.place, scales)
         made[side] = Made(data, scale_inv, amax)
     if any(fp4):
-        quantize.add_cast(draft, reading, fp4[0], fp4[1], rng, stream)
+        quantize.add_cast(builder, reading, fp4[0], fp4[1], rng, stream)
     if any(fp8):
-        cast_fp8.add_cast(draft, reading, fp8[0], fp8[1], history)
+        cast_fp8.add_cast(builder, reading, fp8[0], fp8[1], history)
     if any(others):
-        cast_fp8_blocks.add_casts(draft, reading.x, reading.place, others[0], others[1], rng, stream)
+        cast_fp8_blocks.add_casts(builder, reading.x, reading.place, others[0], others[1], rng, stream)
     return made[0], made[1]
 
 
@@ -143,7 +145,7 @@ def _data(spec: CastSpec, form: str, rows: int, width: int) -> tuple[tuple[int, 
 
 @resolver
 def resolve_cast(
-    tensors: tuple[Facts | None, ...],
+    tensors: tuple[TensorMeta | None, ...],
     device: torch.device,
     asked: Asked,
     shared: bool,
@@ -155,32 +157,32 @@ def resolve_cast(
     amaxes are not given have one, which the rowwise side returns.
 
     Args:
-        tensors: facts of the inputs; those that are not there are None.
+        tensors: metadata of the inputs; those that are not there are None.
         asked: with keys of what :func:`supports`.
         shared: whether both given amaxes are one tensor.
         stream: stream id of the role.
     """
     x, row_amax, col_amax, rng = tensors[:4]
     assert x is not None
-    draft = Draft(device, len(tensors))
-    _, row_place, col_place, rng_place = draft.inputs[:4]
+    builder = LaunchBuilder(device, len(tensors))
+    _, row_place, col_place, rng_place = builder.inputs[:4]
     given = (row_place if row_amax else None, (row_place if shared else col_place) if col_amax else None)
     prologue = Prologue.of(asked.kind, asked.dtype, asked.gated) if asked.kind else None
-    vectors = [place if told else None for place, told in zip(draft.inputs[4:], tensors[4:], strict=True)]
-    reading = Reading(x, prologue, draft.inputs[0], tuple(vectors) or (None, None, None))
+    vectors = [place if told else None for place, told in zip(builder.inputs[4:], tensors[4:], strict=True)]
+    reading = Reading(x, prologue, builder.inputs[0], tuple(vectors) or (None, None, None))
     wanted = [
         Wanted(CastSpec.from_key(key), form, amax) if key else None
         for (key, form), amax in zip(asked.sides, given, strict=True)
     ]
     is_placed = rng is not None and rng.shape == (4,)
-    made = add_casts(draft, reading, *wanted, rng_place if rng else None, stream, is_placed)
+    made = add_casts(builder, reading, *wanted, rng_place if rng else None, stream, is_placed)
     outputs: list[Place] = []
     for side, own in zip(wanted, made, strict=True):
         if side is not None and own is not None:
             outputs += [own.data.place] if own.scale_inv is None else [own.data.place, own.scale_inv.place]
             if own.amax.place not in (side.amax, *outputs):
                 outputs.append(own.amax.place)
-    return draft.launch(*outputs)
+    return builder.launch(*outputs)
 
 
 def amaxes(x: Tensor, keys: Keys, rng: Tensor | None, stream: int) -> list[Tensor]:
@@ -190,10 +192,10 @@ def amaxes(x: Tensor, keys: Keys, rng: Tensor | None, stream: int) -> list[Tenso
     is cast for it.
     """
     if _all_fuse(keys, x.dtype):
-        return resolve_amax(facts(x), x.device, *_with_blocks(keys))(x)
+        return resolve_amax(meta_of(x), x.device, *_with_blocks(keys))(x)
     found: list[Tensor] = []
     inputs = (x, None, None, rng)
-    tensors = tuple(None if tensor is None else facts(tensor) for tensor in inputs)
+    tensors = tuple(None if tensor is None else meta_of(tensor) for tensor in inputs)
     for bit, key in enumerate(keys):
         if key:
             spec = CastSpec.from_key(key)

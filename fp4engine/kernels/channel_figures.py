@@ -13,7 +13,7 @@ import triton.language as tl
 
 from fp4engine.kernels.block_cast import load_tile, magnitudes
 from fp4engine.kernels.blocks import TILE_C
-from fp4engine.kernels.launch import Draft, Facts, Place, device_facts
+from fp4engine.kernels.launch import LaunchBuilder, Place, TensorMeta, device_facts
 
 TILE_R = 32
 PARTS = tl.constexpr(64)
@@ -80,21 +80,21 @@ def fold_channels_kernel(
         tl.store(out_ptr + tl.arange(0, 2), tl.sum(sums, axis=0))
 
 
-def add_channels(draft: Draft, x: Facts, place: Place, target: Target) -> None:
+def add_channels(builder: LaunchBuilder, x: TensorMeta, place: Place, target: Target) -> None:
     """Count a tensor [R, C], neither 0."""
     rows, cols = x.shape
-    _, multiprocessors = device_facts(draft.device)
+    _, multiprocessors = device_facts(builder.device)
     across = -(-cols // TILE_C)
     steps = -(-rows // TILE_R)
     chunks = min(steps, max(1, -(-CHANNEL_PROGRAMS_PER_SM * multiprocessors // across)))
     chunk = -(-steps // chunks) * TILE_R
     chunks = -(-rows // chunk)
-    amax = draft.buffer((chunks, cols), torch.float32)
-    sums = draft.buffer((chunks * across, 2), torch.float64)
-    draft.step(
+    amax = builder.buffer((chunks, cols), torch.float32)
+    sums = builder.buffer((chunks * across, 2), torch.float64)
+    builder.step(
         channels_kernel, chunks * across, place, amax, sums, rows, cols, *x.strides, chunk, TILE_R, TILE_C, num_warps=8
     )
-    draft.step(
+    builder.step(
         fold_channels_kernel, across + 1, amax, sums, *target, cols, chunks, chunks * across, TILE_C, int(PARTS),
         num_warps=4,
     )  # fmt: skip

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp4engine.constants import CHECKSUM_FACTORS, CHECKSUM_STEP
-from fp4engine.kernels.launch import Draft, Facts, Launch, facts, resolver
+from fp4engine.kernels.launch import Launch, LaunchBuilder, TensorMeta, meta_of, resolver
 
 STEP = tl.constexpr(CHECKSUM_STEP)
 FIRST, SECOND = (tl.constexpr(factor) for factor in CHECKSUM_FACTORS)
@@ -81,35 +81,37 @@ def programs_of(numel: int) -> int:
 
 
 @resolver
-def resolve_checksum(x: Facts, device: torch.device) -> Launch:
+def resolve_checksum(x: TensorMeta, device: torch.device) -> Launch:
     """``(x, sums)``; writes ``sums``."""
-    draft = Draft(device, inputs=2)
-    _add_checksum(draft, x)
-    return draft.launch()
+    builder = LaunchBuilder(device, inputs=2)
+    _add_checksum(builder, x)
+    return builder.launch()
 
 
 @resolver
-def resolve_comparison(x: Facts, spoiled: tuple[Facts, ...], device: torch.device) -> Launch:
+def resolve_comparison(x: TensorMeta, spoiled: tuple[TensorMeta, ...], device: torch.device) -> Launch:
     """``(x, sums, first, broken, *spoiled)``; writes ``sums``, and perhaps ``broken`` and ``spoiled``."""
-    draft = Draft(device, inputs=4 + len(spoiled))
-    _add_checksum(draft, x)
-    _, sums, first, broken, *places = draft.inputs
+    builder = LaunchBuilder(device, inputs=4 + len(spoiled))
+    _add_checksum(builder, x)
+    _, sums, first, broken, *places = builder.inputs
     filled = [each for place, its in zip(places, spoiled, strict=True) for each in (place, its.shape[0])]
     filled += [None, 0] * (MOST_SPOILED - len(spoiled))
-    draft.step(compare_kernel, 1, sums, first, broken, programs_of(x.shape[0]), *filled, MOST_PROGRAMS, num_warps=4)
-    return draft.launch()
+    builder.step(compare_kernel, 1, sums, first, broken, programs_of(x.shape[0]), *filled, MOST_PROGRAMS, num_warps=4)
+    return builder.launch()
 
 
-def _add_checksum(draft: Draft, x: Facts) -> None:
+def _add_checksum(builder: LaunchBuilder, x: TensorMeta) -> None:
     numel, programs = x.shape[0], programs_of(x.shape[0])
-    draft.step(checksum_kernel, programs, *draft.inputs[:2], numel, programs, 8 * x.dtype.itemsize, TILE, num_warps=4)
+    builder.step(
+        checksum_kernel, programs, *builder.inputs[:2], numel, programs, 8 * x.dtype.itemsize, TILE, num_warps=4
+    )
 
 
 def checksums(x: Tensor) -> Tensor:
     """int64 [programs], whose sum is the checksum of ``x``: contiguous elements of at most 32 bits."""
     flat = x.view(-1)
     sums = torch.empty(programs_of(flat.numel()), dtype=torch.int64, device=x.device)
-    resolve_checksum(facts(flat), x.device)(flat, sums)
+    resolve_checksum(meta_of(flat), x.device)(flat, sums)
     return sums
 
 
@@ -121,5 +123,5 @@ def compare(x: Tensor, first: Tensor, broken: Tensor, spoiled: list[Tensor]) -> 
         spoiled: at most two, uint8 [bytes], contiguous.
     """
     flat = x.view(-1)
-    launch = resolve_comparison(facts(flat), tuple(facts(each) for each in spoiled), x.device)
+    launch = resolve_comparison(meta_of(flat), tuple(meta_of(each) for each in spoiled), x.device)
     launch(flat, torch.empty_like(first), first, broken, *spoiled)

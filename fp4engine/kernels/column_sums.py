@@ -17,7 +17,7 @@ from torch import Tensor
 from fp4engine.constants import SUM_ROWS as _SUM_ROWS
 from fp4engine.kernels.encode import narrow
 from fp4engine.kernels.grouped import find, max_tiles, vector_size
-from fp4engine.kernels.launch import Draft, Facts, Launch, Matrix, Place, device_facts, facts, resolver
+from fp4engine.kernels.launch import Launch, LaunchBuilder, Matrix, Place, TensorMeta, device_facts, meta_of, resolver
 from fp4engine.kernels.load import load_rows
 from fp4engine.kernels.rotate import round_to
 
@@ -92,35 +92,35 @@ def fold_chunks_kernel(chunks_ptr, offsets_ptr, out_ptr, M, K, COLS: tl.constexp
 
 
 def add_column_sums(
-    draft: Draft, x: Matrix, out: Place, offsets: Place | None = None, groups: int | None = None
+    builder: LaunchBuilder, x: Matrix, out: Place, offsets: Place | None = None, groups: int | None = None
 ) -> None:
     """Write the sums to ``out`` [G, K], or [K] without offsets, of which there are none if ``groups`` is None."""
     rows, cols = x.shape
-    count, (hardware, _) = groups or 1, device_facts(draft.device)
+    count, (hardware, _) = groups or 1, device_facts(builder.device)
     chunks = -(-rows // _SUM_ROWS) if groups is None else max_tiles(rows, count, _SUM_ROWS)
     if groups is None and chunks == 1:  # one chunk is the sum: 0 + chunk[0]
         sums = out
     else:
-        sums = draft.buffer((chunks, cols), torch.float32)
+        sums = builder.buffer((chunks, cols), torch.float32)
     programs = chunks * -(-cols // COLS)
     size = vector_size(count)
-    draft.step(
-        chunk_sums_kernel, programs, x.place, offsets, sums, rows, cols, x.facts.strides[0], count, size, COLS,
+    builder.step(
+        chunk_sums_kernel, programs, x.place, offsets, sums, rows, cols, x.meta.strides[0], count, size, COLS,
         hardware, num_warps=4,
     )  # fmt: skip
     if sums is not out:
         folds = count * -(-cols // FOLDED)
-        draft.step(fold_chunks_kernel, folds, sums, offsets, out, rows, cols, FOLDED, hardware, num_warps=4)
+        builder.step(fold_chunks_kernel, folds, sums, offsets, out, rows, cols, FOLDED, hardware, num_warps=4)
 
 
 @resolver
-def resolve_column_sums(x: Facts, device: torch.device, groups: int | None) -> Launch:
+def resolve_column_sums(x: TensorMeta, device: torch.device, groups: int | None) -> Launch:
     """``(x, offsets) -> sums``; no ``groups``, no offsets."""
-    draft = Draft(device, inputs=2)
-    place, offsets = draft.inputs
-    out = draft.buffer((groups or 1, x.shape[1]), torch.float32)
-    add_column_sums(draft, Matrix(place, x), out, None if groups is None else offsets, groups)
-    return draft.launch(out)
+    builder = LaunchBuilder(device, inputs=2)
+    place, offsets = builder.inputs
+    out = builder.buffer((groups or 1, x.shape[1]), torch.float32)
+    add_column_sums(builder, Matrix(place, x), out, None if groups is None else offsets, groups)
+    return builder.launch(out)
 
 
 def column_sums(x: Tensor, offsets: Tensor | None = None) -> Tensor:
@@ -130,5 +130,5 @@ def column_sums(x: Tensor, offsets: Tensor | None = None) -> Tensor:
         x: [M, K] BF16, FP16 or FP32, contiguous along K.
         offsets: of :func:`fp4engine.kernels.grouped.offsets`.
     """
-    (out,) = resolve_column_sums(facts(x), x.device, None if offsets is None else len(offsets) - 2)(x, offsets)
+    (out,) = resolve_column_sums(meta_of(x), x.device, None if offsets is None else len(offsets) - 2)(x, offsets)
     return out

@@ -18,7 +18,7 @@ from torch import Tensor
 from fp4engine.constants import ALIGNMENT, BLOCK_SIZE
 from fp4engine.formats import E2M1, E4M3, CastSpec, Outer
 from fp4engine.kernels.encode import PAIRS, from_bits, from_e4m3, round_bf16, to_bits
-from fp4engine.kernels.launch import Draft, Facts, Launch, Matrix, Place, device_facts, facts, resolver
+from fp4engine.kernels.launch import Launch, LaunchBuilder, Matrix, Place, TensorMeta, device_facts, meta_of, resolver
 from fp4engine.kernels.tiles import Tiles
 
 BLOCKS = 512
@@ -181,7 +181,7 @@ class Codes(NamedTuple):
     blocks: int
 
 
-def add_decode(draft: Draft, operands: Sequence[Codes], outs: Sequence[Place]) -> None:
+def add_decode(builder: LaunchBuilder, operands: Sequence[Codes], outs: Sequence[Place]) -> None:
     """Write the values of one or two operands, without the outer factor and with the padding, to BF16 ``outs``."""
     arguments: list[Any] = [None] * 6
     counts = [0, 0]
@@ -191,32 +191,32 @@ def add_decode(draft: Draft, operands: Sequence[Codes], outs: Sequence[Place]) -
     if not counts[0]:
         arguments, counts = arguments[3:] + arguments[:3], counts[::-1]
     programs = sum(-(-count // BLOCKS) for count in counts)
-    hardware, _ = device_facts(draft.device)
-    draft.step(decode_kernel, programs, *arguments, *counts, BLOCKS, hardware, num_warps=4)
+    hardware, _ = device_facts(builder.device)
+    builder.step(decode_kernel, programs, *arguments, *counts, BLOCKS, hardware, num_warps=4)
 
 
-def add_decode_tiles(draft: Draft, tiles: Tiles, out: Place) -> None:
+def add_decode_tiles(builder: LaunchBuilder, tiles: Tiles, out: Place) -> None:
     """Write the values of the matrix, without the outer factor and with the padding, to BF16 ``out``."""
     part, spec = tiles.part, tiles.spec
     blocks = part.rows * spec.num_blocks(tiles.cols)
-    hardware, _ = device_facts(draft.device)
-    draft.step(
+    hardware, _ = device_facts(builder.device)
+    builder.step(
         decode_tiles_kernel, tiles.parts * -(-blocks // BLOCKS), tiles.packed, out, blocks,
         spec.num_blocks(tiles.cols), part.size // ALIGNMENT, spec.block[0], BLOCKS, hardware, num_warps=4,
     )  # fmt: skip
 
 
 @resolver
-def resolve_decode(operands: tuple[tuple[Facts, Facts], ...], device: torch.device) -> Launch:
+def resolve_decode(operands: tuple[tuple[TensorMeta, TensorMeta], ...], device: torch.device) -> Launch:
     """``(codes, scale_inv, ...) -> values`` of one or two operands."""
-    draft = Draft(device, inputs=2 * len(operands))
+    builder = LaunchBuilder(device, inputs=2 * len(operands))
     read, outs = [], []
     for index, (_, scale_inv) in enumerate(operands):
         rows, blocks = scale_inv.shape
-        read.append(Codes(draft.inputs[2 * index], draft.inputs[2 * index + 1], rows, blocks))
-        outs.append(draft.buffer((rows, blocks * BLOCK_SIZE), torch.bfloat16))
-    add_decode(draft, read, outs)
-    return draft.launch(*outs)
+        read.append(Codes(builder.inputs[2 * index], builder.inputs[2 * index + 1], rows, blocks))
+        outs.append(builder.buffer((rows, blocks * BLOCK_SIZE), torch.bfloat16))
+    add_decode(builder, read, outs)
+    return builder.launch(*outs)
 
 
 def decode(*tensors: Tensor) -> list[Tensor]:
@@ -226,36 +226,36 @@ def decode(*tensors: Tensor) -> list[Tensor]:
         tensors: of each operand the codes, uint8 [rows, padded cols / 2], and the block scales, float8_e4m3fn
             [rows, padded cols / 16]; contiguous.
     """
-    asked = tuple(map(facts, tensors))
+    asked = tuple(map(meta_of, tensors))
     return resolve_decode(tuple(zip(asked[::2], asked[1::2], strict=True)), tensors[0].device)(*tensors)
 
 
 def add_dequantize(
-    draft: Draft, codes: Matrix, scale_inv: Place, amax: Place, spec: CastSpec, cols: int, dtype: torch.dtype
+    builder: LaunchBuilder, codes: Matrix, scale_inv: Place, amax: Place, spec: CastSpec, cols: int, dtype: torch.dtype
 ) -> Matrix:
     """``x_hat`` of an operand of ``cols`` columns, see :func:`dequantize`."""
-    rows = codes.facts.shape[0]
+    rows = codes.meta.shape[0]
     blocks = spec.num_blocks(spec.padded_cols(cols))
     width = cols if spec.rotation is None else blocks * BLOCK_SIZE
-    out = draft.matrix((rows, width), dtype)
+    out = builder.matrix((rows, width), dtype)
     total = rows * blocks if width else 0
     words = dtype != torch.float32 and width == blocks * BLOCK_SIZE
-    draft.step(
+    builder.step(
         dequantize_kernel, -(-total // BLOCKS), codes.place, scale_inv, amax, out.place, spec.numerator, total, blocks,
-        width, spec.outer.is_by_rows, words, BLOCKS, device_facts(draft.device)[0], num_warps=4,
+        width, spec.outer.is_by_rows, words, BLOCKS, device_facts(builder.device)[0], num_warps=4,
     )  # fmt: skip
     return out
 
 
 @resolver
 def resolve_dequantize(
-    tensors: tuple[Facts, Facts, Facts], device: torch.device, key: str, cols: int, dtype: torch.dtype
+    tensors: tuple[TensorMeta, TensorMeta, TensorMeta], device: torch.device, key: str, cols: int, dtype: torch.dtype
 ) -> Launch:
     """``(codes, scale_inv, amax) -> x_hat``."""
-    draft = Draft(device, inputs=3)
-    codes, scale_inv, amax = draft.inputs
-    made = add_dequantize(draft, Matrix(codes, tensors[0]), scale_inv, amax, CastSpec.from_key(key), cols, dtype)
-    return draft.launch(made.place)
+    builder = LaunchBuilder(device, inputs=3)
+    codes, scale_inv, amax = builder.inputs
+    made = add_dequantize(builder, Matrix(codes, tensors[0]), scale_inv, amax, CastSpec.from_key(key), cols, dtype)
+    return builder.launch(made.place)
 
 
 def dequantize(codes: Tensor, scale_inv: Tensor, amax: Tensor, key: str, cols: int, dtype: torch.dtype) -> Tensor:
@@ -269,5 +269,5 @@ def dequantize(codes: Tensor, scale_inv: Tensor, amax: Tensor, key: str, cols: i
     """
     narrow = torch.float32 if dtype == torch.float64 else dtype
     tensors = (codes, scale_inv, amax)
-    (out,) = resolve_dequantize(tuple(map(facts, tensors)), codes.device, key, cols, narrow)(*tensors)
+    (out,) = resolve_dequantize(tuple(map(meta_of, tensors)), codes.device, key, cols, narrow)(*tensors)
     return out.to(dtype)

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp4engine.constants import KEY_STEP
-from fp4engine.kernels.launch import Draft, Facts, Launch, Place, facts, resolver
+from fp4engine.kernels.launch import Launch, LaunchBuilder, Place, TensorMeta, meta_of, resolver
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -33,28 +33,28 @@ def place_kernel(rng_ptr, out_ptr, row, col):
     tl.store(out_ptr + 3, col.to(tl.int64))
 
 
-def add_place(draft: Draft, rng: Place, place: tuple[int, int]) -> Place:
+def add_place(builder: LaunchBuilder, rng: Place, place: tuple[int, int]) -> Place:
     """The draw ``rng`` [2] with the row and column at which a shard begins, see :func:`fp4engine.ops.placed`."""
-    out = draft.buffer((4,), torch.int64)
-    draft.step(place_kernel, 1, rng, out, *place, num_warps=1)
+    out = builder.buffer((4,), torch.int64)
+    builder.step(place_kernel, 1, rng, out, *place, num_warps=1)
     return out
 
 
-def add_draw(draft: Draft, state: Place, count: int) -> Place:
+def add_draw(builder: LaunchBuilder, state: Place, count: int) -> Place:
     """Add ``count`` to the draw of ``state``, int64 [2], and return ``(key, draw)`` as of then."""
-    out = draft.buffer((2,), torch.int64)
-    draft.step(draw_kernel, 1, state, out, count, KEY_STEP, num_warps=1)
+    out = builder.buffer((2,), torch.int64)
+    builder.step(draw_kernel, 1, state, out, count, KEY_STEP, num_warps=1)
     return out
 
 
 @resolver
-def resolve_draw(state: Facts, device: torch.device, count: int) -> Launch:
+def resolve_draw(state: TensorMeta, device: torch.device, count: int) -> Launch:
     """``(state) -> draw``."""
-    draft = Draft(device, inputs=1)
-    return draft.launch(add_draw(draft, draft.inputs[0], count))
+    builder = LaunchBuilder(device, inputs=1)
+    return builder.launch(add_draw(builder, builder.inputs[0], count))
 
 
 def draw(state: Tensor, count: int) -> Tensor:
     """Add ``count``, below 2^31, to the draw of ``state``, int64 [2] ``(seed, draw)``; ``(key, draw)`` as of then."""
-    (out,) = resolve_draw(facts(state), state.device, count)(state)
+    (out,) = resolve_draw(meta_of(state), state.device, count)(state)
     return out

@@ -26,7 +26,7 @@ from fp4engine.kernels.block_decode import load_factor, load_scales
 from fp4engine.kernels.blocks import TILE_C, BlockCast, as_bytes
 from fp4engine.kernels.channel_figures import PARTS, TILE_R, Target, add_channels
 from fp4engine.kernels.encode import block_amax, from_bits
-from fp4engine.kernels.launch import Block, Draft, Facts, Launch, Place, device_facts, facts, resolver
+from fp4engine.kernels.launch import Block, Launch, LaunchBuilder, Place, TensorMeta, device_facts, meta_of, resolver
 
 RANKED = 4
 """Blocks with the largest errors that are kept; four ranks are spelt out below."""
@@ -360,7 +360,7 @@ def supports(spec: CastSpec, dtype: torch.dtype, rows: int) -> tuple[bool, str]:
 
 
 class Counted(NamedTuple):
-    """An operand to be counted, of tensors or of their facts.
+    """An operand to be counted, of tensors or of their metadata.
 
     Attributes:
         x: [R, C], BF16, FP16 or FP32, any strides: the matrix that was cast.
@@ -380,24 +380,24 @@ class Counted(NamedTuple):
 
 
 @resolver
-def resolve_figures(tensors: tuple[Facts, ...], operands: tuple[Counted, ...], device: torch.device) -> Launch:
+def resolve_figures(tensors: tuple[TensorMeta, ...], operands: tuple[Counted, ...], device: torch.device) -> Launch:
     """``(*tensors, *(x, rng, codes, scale_inv, amax of each operand)) -> numbers, maxima``, both FP64.
 
     Of each tensor: two sums, and the maxima of its columns. Of each operand: its sums, its histograms and its worst
     blocks, and three maxima.
     """
-    draft = Draft(device, inputs=len(tensors) + 5 * len(operands))
+    builder = LaunchBuilder(device, inputs=len(tensors) + 5 * len(operands))
     specs = [CastSpec.from_key(operand.key) for operand in operands]
     numbers = [2] * len(tensors) + [int(NUMBERS) + sum(_histograms(spec)) + 4 * RANKED for spec in specs]
     maxima = [x.shape[1] for x in tensors] + [3] * len(operands)
-    out = draft.buffer((sum(numbers),), torch.float64), draft.buffer((sum(maxima),), torch.float64)
+    out = builder.buffer((sum(numbers),), torch.float64), builder.buffer((sum(maxima),), torch.float64)
     targets = [Target(*out, sum(numbers[:i]), sum(maxima[:i])) for i in range(len(numbers))]
     for i, x in enumerate(tensors):
-        add_channels(draft, x, draft.inputs[i], targets[i])
+        add_channels(builder, x, builder.inputs[i], targets[i])
     for i, operand in enumerate(operands, len(tensors)):
-        inputs = draft.inputs[len(tensors) + 5 * (i - len(tensors)) :][:5]
-        _add_operand(draft, operand, inputs, targets[i])
-    return draft.launch(*out)
+        inputs = builder.inputs[len(tensors) + 5 * (i - len(tensors)) :][:5]
+        _add_operand(builder, operand, inputs, targets[i])
+    return builder.launch(*out)
 
 
 def _histograms(spec: CastSpec) -> tuple[int, int]:
@@ -405,31 +405,31 @@ def _histograms(spec: CastSpec) -> tuple[int, int]:
     return 1 << spec.element.bits, int(BINS) if spec.block[1] else 0
 
 
-def _add_operand(draft: Draft, operand: Counted, inputs: tuple[Place, ...], target: Target) -> None:
+def _add_operand(builder: LaunchBuilder, operand: Counted, inputs: tuple[Place, ...], target: Target) -> None:
     """Count an operand whose tensors are ``inputs``."""
     spec = CastSpec.from_key(operand.key)
     (rows, cols), has_scales = operand.x.shape, bool(spec.block[1])
     width = spec.padded_cols(cols)
     counted = cols if spec.rotation is None else width
     height, block = max(spec.block[0], 1), spec.block[1] or NARROW
-    hardware, multiprocessors = device_facts(draft.device)
+    hardware, multiprocessors = device_facts(builder.device)
     tiles = -(-rows // TILE_R) * -(-width // TILE_C)
     programs = min(tiles, PROGRAMS_PER_SM * multiprocessors)
     codes, scales = _histograms(spec)
     blocks = -(-rows // height) * (width // block) if has_scales else 0
-    sums = draft.buffer((programs, SUMS), torch.float64)
-    histogram = draft.buffer((programs, 2 * int(BINS)), torch.int32)
-    ranked = draft.buffer((programs, RANKED, 2), torch.float32)
-    places = draft.buffer((programs, RANKED), torch.int32)
+    sums = builder.buffer((programs, SUMS), torch.float64)
+    histogram = builder.buffer((programs, 2 * int(BINS)), torch.int32)
+    ranked = builder.buffer((programs, RANKED, 2), torch.float32)
+    places = builder.buffer((programs, RANKED), torch.int32)
     parts = (sums, histogram, ranked, places)
     x, rng, data, scale_inv, amax = inputs
     source = (x, None if operand.rng is None else rng, data, Block(scale_inv, as_bytes) if has_scales else None, amax)
-    draft.step(
+    builder.step(
         figures_kernel, programs, *source, *parts, rows, cols, *operand.x.strides, width, counted, operand.stream,
         programs, spec.largest_scale, height, block, BlockCast.of(spec, "codes", 0), TILE_R, TILE_C, hardware,
         num_warps=8,
     )  # fmt: skip
-    draft.step(
+    builder.step(
         fold_figures_kernel, 1 + 2 * int(BINS) // int(BINS_FOLDED), *parts, amax, *target, programs, rows * counted,
         blocks, tiles * TILE_R * TILE_C - rows * counted, tiles * TILE_R * (TILE_C // block) - blocks,
         math.prod(operand.amax.shape), width // block, height, block, codes, scales,
@@ -444,7 +444,7 @@ def figures(tensors: Sequence[Tensor], operands: Sequence[Counted]) -> list[Tens
         tensors: [R, C], neither 0; BF16, FP16 or FP32, any strides.
         operands: on the same device.
     """
-    asked = tuple([Counted(*map(facts, operand[:5]), operand.key, operand.stream) for operand in operands])
+    asked = tuple([Counted(*map(meta_of, operand[:5]), operand.key, operand.stream) for operand in operands])
     device = (tensors[0] if tensors else operands[0].x).device
-    launch = resolve_figures(tuple(map(facts, tensors)), asked, device)
+    launch = resolve_figures(tuple(map(meta_of, tensors)), asked, device)
     return launch(*tensors, *chain.from_iterable([operand[:5] for operand in operands]))

@@ -35,7 +35,17 @@ from fp4engine.kernels import gemm_split
 from fp4engine.kernels.dequantize import Codes, add_decode
 from fp4engine.kernels.gemm_epilogue import finish, store_tile, tile_of
 from fp4engine.kernels.gemm_launch import Flags, Product, block_of
-from fp4engine.kernels.launch import Draft, Facts, Launch, Matrix, Place, capability_of, device_facts, facts, resolver
+from fp4engine.kernels.launch import (
+    Launch,
+    LaunchBuilder,
+    Matrix,
+    Place,
+    TensorMeta,
+    capability_of,
+    device_facts,
+    meta_of,
+    resolver,
+)
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Output dtypes; each is reached from the FP32 sum by one rounding."""
@@ -208,7 +218,7 @@ def gemm(
     if not ok:
         raise ValueError(f"gemm: {reason}")
     tensors = (_along_k(left), _along_k(right), left_amax, right_amax, bias, out)
-    launch = resolve_gemm(tuple(map(facts, tensors)), left.device, float(numerator), out_dtype)
+    launch = resolve_gemm(tuple(map(meta_of, tensors)), left.device, float(numerator), out_dtype)
     return launch(*tensors)[0] if out is None else (launch(*tensors), out)[1]
 
 
@@ -218,70 +228,72 @@ def _along_k(values: torch.Tensor) -> torch.Tensor:
 
 @resolver
 def resolve_gemm(
-    tensors: tuple[Facts | None, ...], device: torch.device, numerator: float, out_dtype: torch.dtype
+    tensors: tuple[TensorMeta | None, ...], device: torch.device, numerator: float, out_dtype: torch.dtype
 ) -> Launch:
     """``(left, right, left_amax, right_amax, bias, out) -> y``, or nothing where ``out`` is given."""
     left, right, left_amax, right_amax, bias, out = tensors
     assert left is not None and right is not None and left_amax is not None and right_amax is not None
-    draft = Draft(device, inputs=6)
-    places = draft.inputs
+    builder = LaunchBuilder(device, inputs=6)
+    places = builder.inputs
     by_rows = (left_amax.shape[0] > 1, right_amax.shape[0] > 1)
     made = add_gemm(
-        draft, Matrix(places[0], left), Matrix(places[1], right), places[2], places[3], places[4] if bias else None,
+        builder, Matrix(places[0], left), Matrix(places[1], right), places[2], places[3], places[4] if bias else None,
         numerator, by_rows, Matrix(places[5], out) if out else None, out_dtype,
     )  # fmt: skip
-    return draft.launch(*([] if out else [made.place]))
+    return builder.launch(*([] if out else [made.place]))
 
 
 @resolver
 def resolve_product(
-    tensors: tuple[Facts | None, ...], device: torch.device, numerator: float, out_dtype: torch.dtype
+    tensors: tuple[TensorMeta | None, ...], device: torch.device, numerator: float, out_dtype: torch.dtype
 ) -> Launch:
     """``(*left, *right, bias, out) -> y``, or nothing where ``out`` is given, of operands ``(data, scale_inv, amax)``.
 
     Operands with block scales are codes and decoded first, both at once.
     """
-    draft = Draft(device, inputs=8)
-    product = product_of(draft, tensors, numerator, out_dtype)
-    add_product(draft, product)
-    return draft.launch(*([] if tensors[7] else [product.out.place]))
+    builder = LaunchBuilder(device, inputs=8)
+    product = product_of(builder, tensors, numerator, out_dtype)
+    add_product(builder, product)
+    return builder.launch(*([] if tensors[7] else [product.out.place]))
 
 
-def product_of(draft: Draft, tensors: tuple[Facts | None, ...], numerator: float, out_dtype: torch.dtype) -> Product:
-    """The product of :func:`resolve_product`'s question, with operands decoded and the output declared in ``draft``."""
+def product_of(
+    builder: LaunchBuilder, tensors: tuple[TensorMeta | None, ...], numerator: float, out_dtype: torch.dtype
+) -> Product:
+    """The product of ``tensors``, as in :func:`resolve_product`, with operands decoded and the output declared."""
     matrices: list[Matrix] = []
     decoded: list[tuple[Codes, Place]] = []
     for first in (0, 3):
         data, scale_inv = tensors[first : first + 2]
         assert data is not None
-        place = draft.inputs[first]
+        place = builder.inputs[first]
         if scale_inv is not None:
             rows, blocks = scale_inv.shape
             shape = (rows, blocks * BLOCK_SIZE)
-            values = draft.buffer(shape, torch.bfloat16)
-            decoded.append((Codes(place, draft.inputs[first + 1], rows, blocks), values))
-            place, data = values, Facts(shape, (shape[1], 1), torch.bfloat16, True)
+            values = builder.buffer(shape, torch.bfloat16)
+            decoded.append((Codes(place, builder.inputs[first + 1], rows, blocks), values))
+            place, data = values, TensorMeta(shape, (shape[1], 1), torch.bfloat16, True)
         matrices.append(Matrix(place, data))
     if decoded:
         codes, outs = zip(*decoded, strict=True)
-        add_decode(draft, codes, outs)
+        add_decode(builder, codes, outs)
     left_amax, right_amax, bias, out = tensors[2], tensors[5], tensors[6], tensors[7]
     assert left_amax is not None and right_amax is not None
     return declared(
-        draft, *matrices, draft.inputs[2], draft.inputs[5], draft.inputs[6] if bias else None, numerator,
-        (left_amax.shape[0] > 1, right_amax.shape[0] > 1), Matrix(draft.inputs[7], out) if out else None, out_dtype,
+        builder, *matrices, builder.inputs[2], builder.inputs[5], builder.inputs[6] if bias else None, numerator,
+        (left_amax.shape[0] > 1, right_amax.shape[0] > 1), Matrix(builder.inputs[7], out) if out else None, out_dtype,
     )  # fmt: skip
 
 
-def add_gemm(draft: Draft, *question: Any) -> Matrix:
+def add_gemm(builder: LaunchBuilder, *question: Any) -> Matrix:
     """Multiply in a launch what :func:`declared` takes; the product, or ``out``."""
-    product = declared(draft, *question)
-    add_product(draft, product)
+    product = declared(builder, *question)
+    add_product(builder, product)
     return product.out
 
 
 def declared(
-    draft: Draft,
+    builder: LaunchBuilder,
     left: Matrix,
     right: Matrix,
     left_amax: Place,
@@ -298,27 +310,27 @@ def declared(
         left, right: values; or codes of FP8. What one has more along K than the other is padding.
         by_rows: whether left and right have an outer amax for each row.
     """
-    width = min(left.facts.shape[1], right.facts.shape[1])
+    width = min(left.meta.shape[1], right.meta.shape[1])
     left, right = left.narrowed(width), right.narrowed(width)
     flags = Flags(*by_rows, bias is not None, out is not None)
     if out is None:
-        out = draft.matrix((left.facts.shape[0], right.facts.shape[0]), out_dtype)
+        out = builder.matrix((left.meta.shape[0], right.meta.shape[0]), out_dtype)
     return Product(left, right, out, left_amax, right_amax, bias, numerator, flags)
 
 
-def add_product(draft: Draft, product: Product) -> None:
+def add_product(builder: LaunchBuilder, product: Product) -> None:
     """Multiply in a launch, by the first kernel that fits."""
     (m, n, k), (left, right, out) = product.shape, product[:3]
     if 0 in (m, n):
         return
-    copied = k > 0 and capability_of(draft.device) >= (9, 0) and left.is_aligned and right.is_aligned
+    copied = k > 0 and capability_of(builder.device) >= (9, 0) and left.is_aligned and right.is_aligned
     if copied and not _is_tiny(m, n, k):
-        if left.facts.dtype.itemsize > 1:
-            return _add_copied(draft, product)
-        hopper = gluon_kernel("gemm_hopper", draft.device) if out.is_aligned else None
+        if left.meta.dtype.itemsize > 1:
+            return _add_copied(builder, product)
+        hopper = gluon_kernel("gemm_hopper", builder.device) if out.is_aligned else None
         if hopper is not None:
-            return hopper.add_hopper(draft, product, device_facts(draft.device)[1])
-    _add_plain(draft, product, _TINY_TILES if copied else _PLAIN_TILES if min(m, n) >= 128 else SMALL_TILES)
+            return hopper.add_hopper(builder, product, device_facts(builder.device)[1])
+    _add_plain(builder, product, _TINY_TILES if copied else _PLAIN_TILES if min(m, n) >= 128 else SMALL_TILES)
 
 
 GROUP_M = 8
@@ -364,36 +376,36 @@ def _is_tiny(m: int, n: int, k: int) -> bool:
     return m <= 128 and n <= 128 and k <= 512
 
 
-def _add_copied(draft: Draft, product: Product) -> None:
+def _add_copied(builder: LaunchBuilder, product: Product) -> None:
     """By a kernel that reads through the bulk tensor copy engine."""
     m, n, k = product.shape
     aligned = product.out.is_aligned
-    major, minor = capability_of(draft.device)
-    _, multiprocessors = device_facts(draft.device)
+    major, minor = capability_of(builder.device)
+    _, multiprocessors = device_facts(builder.device)
     parts = gemm_split.parts_for(m, n, k, multiprocessors)
     if parts > 1:
         stages = stages_for(_TMA_TILES[0], 10 * major + minor)
-        return gemm_split.add_split(draft, product, parts, num_warps=4, num_stages=stages)
-    hopper = gluon_kernel("gemm_hopper", draft.device) if aligned else None
+        return gemm_split.add_split(builder, product, parts, num_warps=4, num_stages=stages)
+    hopper = gluon_kernel("gemm_hopper", builder.device) if aligned else None
     tiles = choose_tiles(m, n, multiprocessors, hopper is not None)
     if hopper is not None and tiles is HOPPER_TILES:
-        return hopper.add_hopper(draft, product, multiprocessors)
+        return hopper.add_hopper(builder, product, multiprocessors)
     tma_store = aligned and not product.flags.accumulate
     programs = min(multiprocessors, _count(m, n, tiles))
-    draft.step(
+    builder.step(
         _gemm_tma_kernel, programs, block_of(product.left, tiles.block_m, tiles.block_k),
         block_of(product.right, tiles.block_n, tiles.block_k),
         block_of(product.out, tiles.block_m, tiles.block_n) if tma_store else None, product.out.place,
-        *product.scales, m, n, k, product.out.facts.strides[0], *product.flags, tma_store,
+        *product.scales, m, n, k, product.out.meta.strides[0], *product.flags, tma_store,
         tiles.block_m, tiles.block_n, tiles.block_k, GROUP_M, programs,
         num_warps=tiles.num_warps, num_stages=stages_for(tiles, 10 * major + minor),
     )  # fmt: skip
 
 
-def _add_plain(draft: Draft, product: Product, tiles: Tiles) -> None:
+def _add_plain(builder: LaunchBuilder, product: Product, tiles: Tiles) -> None:
     m, n, k = product.shape
-    strides = [matrix.facts.strides[0] for matrix in (product.left, product.right, product.out)]
-    draft.step(
+    strides = [matrix.meta.strides[0] for matrix in (product.left, product.right, product.out)]
+    builder.step(
         _gemm_plain_kernel, _count(m, n, tiles), product.left.place, product.right.place, product.out.place,
         *product.scales, m, n, k, *strides, *product.flags, tiles.block_m, tiles.block_n, tiles.block_k, GROUP_M,
         INTERPRETED, num_warps=tiles.num_warps, num_stages=tiles.num_stages,

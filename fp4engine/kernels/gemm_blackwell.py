@@ -33,7 +33,16 @@ from fp4engine.kernels.encode import PAIRS, from_bits, to_bits, wide
 from fp4engine.kernels.gemm import GROUP_M, INTERPRETED, Tiles, gluon_kernel, load_values, product_of
 from fp4engine.kernels.gemm_epilogue import finish, tile_of
 from fp4engine.kernels.gemm_launch import Matrix, Product
-from fp4engine.kernels.launch import Draft, Facts, Launch, Place, capability_of, device_facts, facts, resolver
+from fp4engine.kernels.launch import (
+    Launch,
+    LaunchBuilder,
+    Place,
+    TensorMeta,
+    capability_of,
+    device_facts,
+    meta_of,
+    resolver,
+)
 
 SUM_GROUP = tl.constexpr(_SUM_GROUP)
 LARGE = tl.constexpr(2.0**100)
@@ -167,16 +176,16 @@ def blackwell_gemm_kernel(
 
 @resolver
 def resolve_blackwell(
-    tensors: tuple[Facts | None, ...], device: torch.device, numerator: float, out_dtype: torch.dtype
+    tensors: tuple[TensorMeta | None, ...], device: torch.device, numerator: float, out_dtype: torch.dtype
 ) -> Launch:
     """``(*left, *right, bias, out) -> y``, or nothing where ``out`` is given, of operands ``(data, scale_inv, amax)``.
 
     Operands are those of :func:`fp4engine.kernels.gemm.resolve_product`, NVFP4 both.
     """
-    draft = Draft(device, inputs=8)
-    product = product_of(draft, tensors, numerator, out_dtype)
-    add_blackwell(draft, product)
-    return draft.launch(*([] if tensors[7] else [product.out.place]))
+    builder = LaunchBuilder(device, inputs=8)
+    product = product_of(builder, tensors, numerator, out_dtype)
+    add_blackwell(builder, product)
+    return builder.launch(*([] if tensors[7] else [product.out.place]))
 
 
 class Bounds(NamedTuple):
@@ -187,31 +196,31 @@ class Bounds(NamedTuple):
     fine: Place
 
 
-def _add_bounds(draft: Draft, left: Matrix, right: Matrix) -> Bounds:
+def _add_bounds(builder: LaunchBuilder, left: Matrix, right: Matrix) -> Bounds:
     """Find the bounds of both operands."""
-    (m, k), n = left.facts.shape, right.facts.shape[0]
+    (m, k), n = left.meta.shape, right.meta.shape[0]
     steps = -(-k // _SUM_GROUP)
     # Whole tiles of gemm_blackwell_hopper, 128 x 256: what lies beyond the operands has bounds of 0.
     strips = [-(-m // STRIP), 2 * -(-n // (2 * STRIP))]
     fine = [count * STRIP // rows for count, rows in zip(strips, (LEFT_STRIP, RIGHT_STRIP), strict=True)]
     bounds = Bounds(
-        draft.buffer((fine[0], steps, BOUNDS.value), torch.float32),
-        draft.buffer((strips[1], steps), torch.float32),
-        draft.buffer((fine[1], steps, BOUNDS.value), torch.float32),
+        builder.buffer((fine[0], steps, BOUNDS.value), torch.float32),
+        builder.buffer((strips[1], steps), torch.float32),
+        builder.buffer((fine[1], steps, BOUNDS.value), torch.float32),
     )
-    draft.step(
+    builder.step(
         bounds_kernel, steps * sum(strips), left.place, bounds.left, right.place, bounds.right, bounds.fine, m, n, k,
-        left.facts.row_stride, right.facts.row_stride, steps, steps * strips[0], STRIP, LEFT_STRIP, RIGHT_STRIP,
+        left.meta.row_stride, right.meta.row_stride, steps, steps * strips[0], STRIP, LEFT_STRIP, RIGHT_STRIP,
         num_warps=4,
     )  # fmt: skip
     return bounds
 
 
 @resolver
-def resolve_bounds(left: Facts, right: Facts, device: torch.device) -> Launch:
+def resolve_bounds(left: TensorMeta, right: TensorMeta, device: torch.device) -> Launch:
     """``(left, right) -> bounds of left, of right, and of right's strips of few rows``."""
-    draft = Draft(device, inputs=2)
-    return draft.launch(*_add_bounds(draft, Matrix(draft.inputs[0], left), Matrix(draft.inputs[1], right)))
+    builder = LaunchBuilder(device, inputs=2)
+    return builder.launch(*_add_bounds(builder, Matrix(builder.inputs[0], left), Matrix(builder.inputs[1], right)))
 
 
 def product_shares(left: torch.Tensor, right: torch.Tensor) -> tuple[float, float, float, float]:
@@ -220,7 +229,7 @@ def product_shares(left: torch.Tensor, right: torch.Tensor) -> tuple[float, floa
     Args:
         left, right: BF16 values [M, K] and [N, K], contiguous along K, of whole strips.
     """
-    own, coarse, fine = resolve_bounds(facts(left), facts(right), left.device)(left, right)
+    own, coarse, fine = resolve_bounds(meta_of(left), meta_of(right), left.device)(left, right)
     own, fine = own[: -(-left.shape[0] // LEFT_STRIP), None], fine[None, : -(-right.shape[0] // RIGHT_STRIP)]
     whole = own[..., 0] * coarse.repeat_interleave(STRIP // RIGHT_STRIP, 0)[None, : fine.shape[1]] < LIMIT
     proved = own * fine < LIMIT
@@ -230,22 +239,22 @@ def product_shares(left: torch.Tensor, right: torch.Tensor) -> tuple[float, floa
     return shares[0], shares[1] - shares[0], shares[2] - shares[1], shares[3] - shares[2]
 
 
-def add_blackwell(draft: Draft, product: Product) -> None:
+def add_blackwell(builder: LaunchBuilder, product: Product) -> None:
     """Bounds, then the product, by the first kernel that fits."""
     m, n, k = product.shape
     if 0 in (m, n):
         return
-    strides = [matrix.facts.row_stride for matrix in (product.left, product.right, product.out)]
-    bounds = _add_bounds(draft, product.left, product.right)
-    hardware, multiprocessors = device_facts(draft.device)
+    strides = [matrix.meta.row_stride for matrix in (product.left, product.right, product.out)]
+    bounds = _add_bounds(builder, product.left, product.right)
+    hardware, multiprocessors = device_facts(builder.device)
     aligned = all(matrix.is_aligned for matrix in (product.left, product.right, product.out))
     if k and aligned and min(m, n) >= STRIP:
-        hopper = gluon_kernel("gemm_blackwell_hopper", draft.device)
+        hopper = gluon_kernel("gemm_blackwell_hopper", builder.device)
         if hopper is not None:
-            return hopper.add_blackwell(draft, product, bounds, LIMIT, multiprocessors)
-    tiles = LARGE_TILES if min(m, n) >= STRIP and capability_of(draft.device) != (0, 0) else SMALL_TILES
+            return hopper.add_blackwell(builder, product, bounds, LIMIT, multiprocessors)
+    tiles = LARGE_TILES if min(m, n) >= STRIP and capability_of(builder.device) != (0, 0) else SMALL_TILES
     programs = -(-m // tiles.block_m) * -(-n // tiles.block_n)
-    draft.step(
+    builder.step(
         blackwell_gemm_kernel, programs, product.left.place, product.right.place, product.out.place, bounds.left,
         bounds.right, LIMIT, *product.scales, m, n, k, *strides, *product.flags, tiles.block_m, tiles.block_n, STRIP,
         LEFT_STRIP, GROUP_M, hardware, INTERPRETED, num_warps=tiles.num_warps, num_stages=tiles.num_stages,

@@ -38,7 +38,7 @@ from fp4engine.kernels.gemm_hopper import (
     walk,
 )
 from fp4engine.kernels.gemm_launch import Product
-from fp4engine.kernels.launch import Draft
+from fp4engine.kernels.launch import LaunchBuilder
 
 STAGES = 4
 """Steps in the ring, 48 KiB each."""
@@ -249,11 +249,11 @@ def blackwell_hopper_kernel(
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
-def add_blackwell(draft: Draft, product: Product, bounds: Bounds, limit: float, multiprocessors: int) -> None:
+def add_blackwell(builder: LaunchBuilder, product: Product, bounds: Bounds, limit: float, multiprocessors: int) -> None:
     """Multiply matrices that are aligned for the copy engine, none of them empty."""
     m, n, k = product.shape
     programs = programs_for(-(-m // TILE_M) * -(-n // TILE_N), k, multiprocessors)
-    draft.step(
+    builder.step(
         blackwell_hopper_kernel, programs, block(product.left, BLOCKS[0]), block(product.right, BLOCKS[1]),
         block(product.out, OUT_BLOCK), *bounds, limit, 1 << 29, *product.scales, m, n, k, *product.flags, GROUP_M,
         STAGES, WIDTH, NARROW, PRODUCER_REGISTERS, CONSUMER_REGISTERS, num_warps=4,

@@ -16,7 +16,16 @@ import triton.language as tl
 from fp4engine.kernels.gemm import GROUP_M, INTERPRETED, Tiles, gluon_kernel
 from fp4engine.kernels.gemm_epilogue import finish, tile_of
 from fp4engine.kernels.gemm_launch import Flags, Product
-from fp4engine.kernels.launch import Draft, Facts, Launch, Matrix, Place, capability_of, device_facts, resolver
+from fp4engine.kernels.launch import (
+    Launch,
+    LaunchBuilder,
+    Matrix,
+    Place,
+    TensorMeta,
+    capability_of,
+    device_facts,
+    resolver,
+)
 
 LARGE_TILES = Tiles(128, 128, 64, 8, 3, 1.0)
 SMALL_TILES = Tiles(64, 64, 64, 4, 2, 0.5)
@@ -28,7 +37,7 @@ def tiles_for(capability: tuple[int, int], m: int, n: int) -> Tiles:
     return LARGE_TILES if capability[0] in (9, 10) and min(m, n) >= 128 else SMALL_TILES
 
 
-def fits_hopper(left: Facts, right: Facts, out: Facts, device: torch.device) -> bool:
+def fits_hopper(left: TensorMeta, right: TensorMeta, out: TensorMeta, device: torch.device) -> bool:
     """Whether the kernel for large outputs on sm_90 multiplies these matrices."""
     if min(*out.shape) < LARGE_TILES.block_m or 0 in (left.shape[1], right.shape[1]):
         return False
@@ -117,15 +126,15 @@ SPREAD_ROWS, SPREAD_GROUPS = 256, 16
 
 
 def _add_spread(
-    draft: Draft, factor: Place | None, facts: Facts | None, factors: Factors, terms: int
+    builder: LaunchBuilder, factor: Place | None, meta: TensorMeta | None, factors: Factors, terms: int
 ) -> tuple[Place | None, int]:
     """``F`` of one operand whose sum has ``terms`` terms, and its stride; (None, 0) for none."""
-    if factor is None or facts is None:
+    if factor is None or meta is None:
         return None, 0
-    rows, groups = facts.shape
+    rows, groups = meta.shape
     wanted, stride = terms // factors.group, -(-rows // SPREAD_ROWS) * SPREAD_ROWS
-    spread = draft.buffer((wanted, stride), torch.float32)
-    draft.step(
+    spread = builder.buffer((wanted, stride), torch.float32)
+    builder.step(
         spread_kernel, stride // SPREAD_ROWS * -(-wanted // SPREAD_GROUPS), factor, spread, rows,
         groups, wanted, stride, factors.numerator, SPREAD_ROWS, SPREAD_GROUPS, num_warps=4,
     )  # fmt: skip
@@ -134,7 +143,7 @@ def _add_spread(
 
 @resolver
 def resolve_factored(
-    tensors: tuple[Facts | None, ...],
+    tensors: tuple[TensorMeta | None, ...],
     device: torch.device,
     left_factors: Factors,
     right_factors: Factors,
@@ -149,28 +158,28 @@ def resolve_factored(
     """
     left, left_f, left_amax, right, right_f, right_amax, bias, out = tensors
     assert left is not None and right is not None and left_amax is not None and right_amax is not None
-    draft = Draft(device, inputs=8)
-    place = draft.inputs
+    builder = LaunchBuilder(device, inputs=8)
+    place = builder.inputs
     m, n, k = left.shape[0], right.shape[0], min(left.shape[1], right.shape[1])
-    target: Place = place[7] if out else draft.buffer((m, n), out_dtype)
+    target: Place = place[7] if out else builder.buffer((m, n), out_dtype)
     flags = Flags(left_amax.shape[0] > 1, right_amax.shape[0] > 1, bias is not None, out is not None)
-    made = out or Facts((m, n), (n, 1), out_dtype, True)
+    made = out or TensorMeta((m, n), (n, 1), out_dtype, True)
     groups = left_factors.group, right_factors.group
     if fits_hopper(left, right, made, device):
         hopper = gluon_kernel("gemm_factors_hopper", device)
         terms = hopper.padded_terms(k, groups)
-        left_spread, left_stride = _add_spread(draft, place[1], left_f, left_factors, terms)
-        right_spread, right_stride = _add_spread(draft, place[4], right_f, right_factors, terms)
+        left_spread, left_stride = _add_spread(builder, place[1], left_f, left_factors, terms)
+        right_spread, right_stride = _add_spread(builder, place[4], right_f, right_factors, terms)
         matrices = Matrix(place[0], left), Matrix(place[3], right), Matrix(target, made)
         product = Product(*matrices, place[2], place[5], place[6] if bias else None, numerator, flags)
         hopper.add_factored(
-            draft, product, (left_spread, right_spread), groups, (left_stride, right_stride), device_facts(device)[1]
+            builder, product, (left_spread, right_spread), groups, (left_stride, right_stride), device_facts(device)[1]
         )
-        return draft.launch(*([] if out else [target]))
+        return builder.launch(*([] if out else [target]))
     group = min(group for group in groups if group)
     tiles = tiles_for(capability_of(device), m, n)
     programs = -(-m // tiles.block_m) * -(-n // tiles.block_n)
-    draft.step(
+    builder.step(
         factored_gemm_kernel, programs, place[0], place[1] if left_f else None, place[3], place[4] if right_f else None,
         target, place[2], place[5], place[6] if bias else None, numerator, left_factors.numerator,
         right_factors.numerator, m, n, k, left.row_stride, right.row_stride, left_f.shape[1] if left_f else 0,
@@ -178,4 +187,4 @@ def resolve_factored(
         tiles.block_n, group, min(group, tiles.block_k), GROUP_M, INTERPRETED, num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )  # fmt: skip
-    return draft.launch(*([] if out else [target]))
+    return builder.launch(*([] if out else [target]))

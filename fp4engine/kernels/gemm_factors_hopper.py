@@ -36,7 +36,7 @@ from fp4engine.kernels.gemm_hopper import (
     walk,
 )
 from fp4engine.kernels.gemm_launch import Product
-from fp4engine.kernels.launch import Draft, Place
+from fp4engine.kernels.launch import LaunchBuilder, Place
 
 STAGES = 4
 """Steps in the ring, up to 48 KiB each. What is left holds factors and two staging tiles."""
@@ -247,7 +247,7 @@ def padded_terms(k: int, groups: tuple[int, int]) -> int:
 
 
 def add_factored(
-    draft: Draft,
+    builder: LaunchBuilder,
     product: Product,
     factors: tuple[Place | None, Place | None],
     groups: tuple[int, int],
@@ -265,7 +265,7 @@ def add_factored(
     terms = min(group for group in groups if group)
     right = right_block(terms)
     programs = programs_for(-(-m // TILE_M) * -(-n // right[0]), k, multiprocessors)
-    draft.step(
+    builder.step(
         factored_hopper_kernel, programs, block(product.left, BLOCKS[0]), block(product.right, right),
         block(product.out, OUT_BLOCK), *factors, *product.scales, m, n, padded_terms(k, groups), *strides, *groups,
         terms, *product.flags, GROUP_M, STAGES, WIDTH, LOADER_WARPS, PRODUCER_REGISTERS, CONSUMER_REGISTERS,

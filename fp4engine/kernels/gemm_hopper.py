@@ -32,7 +32,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fp4engine.constants import FP8_TILE
 from fp4engine.kernels.gemm_launch import Product, block_of
-from fp4engine.kernels.launch import Block, Draft, Matrix
+from fp4engine.kernels.launch import Block, LaunchBuilder, Matrix
 
 # Triton 3.6 to 3.8 know the copies by their older names, which 3.9 has taken away.
 load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -290,20 +290,20 @@ def programs_for(tiles: int, k: int, multiprocessors: int) -> int:
     return min(tiles, waves * multiprocessors)
 
 
-def add_hopper(draft: Draft, product: Product, multiprocessors: int) -> None:
+def add_hopper(builder: LaunchBuilder, product: Product, multiprocessors: int) -> None:
     """Multiply matrices that are aligned for the copy engine, none of them empty."""
     m, n, k = product.shape
-    dtype = product.left.facts.dtype
+    dtype = product.left.meta.dtype
     left, right, out = BLOCKS if dtype.itemsize > 1 else FP8_BLOCKS
     tiles = -(-m // TILE_M) * -(-n // right[0])
     programs = programs_for(tiles, k if dtype.itemsize > 1 else k // 4, multiprocessors)
-    draft.step(
+    builder.step(
         gemm_hopper_kernel, programs, block(product.left, left), block(product.right, right),
         block(product.out, out), *product.scales, m, n, k, *product.flags, GROUP_M,
-        stages_for(dtype, product.out.facts.dtype), PRODUCER_REGISTERS, CONSUMER_REGISTERS, num_warps=4,
+        stages_for(dtype, product.out.meta.dtype), PRODUCER_REGISTERS, CONSUMER_REGISTERS, num_warps=4,
     )  # fmt: skip
 
 
 def block(matrix: Matrix, shape: tuple[int, int]) -> Block:
     """``matrix`` in blocks of ``shape``, as Gluon describes them to the copy engine."""
-    return block_of(matrix, *shape, Descriptor, layout_of(shape, matrix.facts.dtype))
+    return block_of(matrix, *shape, Descriptor, layout_of(shape, matrix.meta.dtype))

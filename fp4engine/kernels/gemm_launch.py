@@ -40,8 +40,8 @@ class Product(NamedTuple):
     @property
     def shape(self) -> tuple[int, int, int]:
         """M, N and K."""
-        m, k = self.left.facts.shape
-        return m, self.right.facts.shape[0], k
+        m, k = self.left.meta.shape
+        return m, self.right.meta.shape[0], k
 
     @property
     def scales(self) -> tuple[Any, ...]:
@@ -58,5 +58,5 @@ class Descriptor(TensorDescriptor):
 
 def block_of(matrix: Matrix, rows: int, cols: int, make: Callable[..., Any] = Descriptor, *rest: Any) -> Block:
     """``matrix`` as the copy engine sees it, in blocks of ``rows`` by ``cols``; ``rest`` goes to ``make`` as it is."""
-    shape, strides = list(matrix.facts.shape), [matrix.facts.row_stride, 1]
+    shape, strides = list(matrix.meta.shape), [matrix.meta.row_stride, 1]
     return Block(matrix.place, lambda tensor: make(tensor, shape, strides, [rows, cols], *rest))

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fp4engine.constants import BLOCK_SIZE
 from fp4engine.kernels.gemm_epilogue import finish, tile_of
-from fp4engine.kernels.launch import Draft, Facts, Launch, facts, resolver
+from fp4engine.kernels.launch import Launch, LaunchBuilder, TensorMeta, meta_of, resolver
 from fp4engine.kernels.swizzle import swizzle_scales
 
 PATHS = ("dot_scaled", "scaled_mm")
@@ -211,28 +211,28 @@ def _dot_scaled(
     left: Codes, right: Codes, numerator: float, bias: Tensor | None, out_dtype: torch.dtype, out: Tensor | None
 ) -> Tensor:
     tensors = (*left, *right, bias, out)
-    launch = resolve_dot_scaled(tuple(map(facts, tensors)), left.codes.device, numerator, out_dtype)
+    launch = resolve_dot_scaled(tuple(map(meta_of, tensors)), left.codes.device, numerator, out_dtype)
     return launch(*tensors)[0] if out is None else (launch(*tensors), out)[1]
 
 
 @resolver
 def resolve_dot_scaled(
-    tensors: tuple[Facts | None, ...], device: torch.device, numerator: float, out_dtype: torch.dtype
+    tensors: tuple[TensorMeta | None, ...], device: torch.device, numerator: float, out_dtype: torch.dtype
 ) -> Launch:
     """``(*left, *right, bias, out) -> y``, or nothing where ``out`` is given."""
     left, _, left_amax, right, _, right_amax, bias, out = tensors
     assert left is not None and right is not None and left_amax is not None and right_amax is not None
     m, n, k = left.shape[0], right.shape[0], 2 * left.shape[1]
-    draft = Draft(device, inputs=8)
-    codes, scale, amax, other_codes, other_scale, other_amax, bias_place, out_place = draft.inputs
-    target = out_place if out else draft.buffer((m, n), out_dtype)
+    builder = LaunchBuilder(device, inputs=8)
+    codes, scale, amax, other_codes, other_scale, other_amax, bias_place, out_place = builder.inputs
+    target = out_place if out else builder.buffer((m, n), out_dtype)
     flags = (left_amax.shape[0] > 1, right_amax.shape[0] > 1, bias is not None, out is not None)
-    draft.step(
+    builder.step(
         gemm_dot_scaled_kernel, -(-m // BLOCK_M) * -(-n // BLOCK_N), codes, scale, other_codes, other_scale, target,
         amax, other_amax, bias_place if bias else None, numerator, m, n, k, out.strides[0] if out else n, *flags,
         BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, num_warps=NUM_WARPS, num_stages=NUM_STAGES,
     )  # fmt: skip
-    return draft.launch(*([] if out else [target]))
+    return builder.launch(*([] if out else [target]))
 
 
 @cache

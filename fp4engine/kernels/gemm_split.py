@@ -18,7 +18,7 @@ import triton.language as tl
 
 from fp4engine.kernels.gemm_epilogue import finish, tile_of
 from fp4engine.kernels.gemm_launch import Product, block_of
-from fp4engine.kernels.launch import Draft
+from fp4engine.kernels.launch import LaunchBuilder
 
 BLOCK_M, BLOCK_N, BLOCK_K = 128, 128, 64
 GROUP_M = 8
@@ -89,21 +89,21 @@ def parts_for(m: int, n: int, k: int, multiprocessors: int) -> int:
     return max(1, min(multiprocessors // tiles, k // SHORTEST_PART))
 
 
-def add_split(draft: Draft, product: Product, parts: int, **options: Any) -> None:
+def add_split(builder: LaunchBuilder, product: Product, parts: int, **options: Any) -> None:
     """Multiply matrices that are aligned for the copy engine in ``parts`` parts, at least 1.
 
     Args:
         options: ``num_warps`` and ``num_stages`` of the products.
     """
     m, n, k = product.shape
-    buffer = draft.buffer((parts, m, n), torch.float32)
+    buffer = builder.buffer((parts, m, n), torch.float32)
     tiles = -(-m // BLOCK_M) * -(-n // BLOCK_N)
-    draft.step(
+    builder.step(
         multiply_parts_kernel, parts * tiles, block_of(product.left, BLOCK_M, BLOCK_K),
         block_of(product.right, BLOCK_N, BLOCK_K), buffer, m, n, k, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, parts,
-        draft.device.type != "cuda", **options,
+        builder.device.type != "cuda", **options,
     )  # fmt: skip
-    draft.step(
+    builder.step(
         sum_parts_kernel, -(-m // SUM_M) * -(-n // SUM_N), buffer, product.out.place, *product.scales, m, n,
-        product.out.facts.strides[0], *product.flags, SUM_M, SUM_N, parts, num_warps=4,
+        product.out.meta.strides[0], *product.flags, SUM_M, SUM_N, parts, num_warps=4,
     )  # fmt: skip

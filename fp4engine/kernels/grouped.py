@@ -23,7 +23,7 @@ from fp4engine.constants import BLOCK_SIZE
 from fp4engine.kernels.amax import add_zeros, bits_of_largest, store_amax
 from fp4engine.kernels.cast import Side, products_stay_normal
 from fp4engine.kernels.encode import NAN, block_amax, operand_amax
-from fp4engine.kernels.launch import Draft, Facts, Launch, Place, device_facts, facts, resolver
+from fp4engine.kernels.launch import Launch, LaunchBuilder, Place, TensorMeta, device_facts, meta_of, resolver
 from fp4engine.kernels.load import load_blocks, load_rows
 from fp4engine.kernels.quantize import (
     cast_columnwise,
@@ -143,13 +143,13 @@ def max_tiles(rows: int, groups: int, tile: int) -> int:
 
 
 @resolver
-def resolve_offsets(counts: Facts, device: torch.device, rows: int) -> Launch:
+def resolve_offsets(counts: TensorMeta, device: torch.device, rows: int) -> Launch:
     """``(counts) -> offsets``."""
     (groups,) = counts.shape
-    draft = Draft(device, inputs=1)
-    out = draft.buffer((groups + 2,), torch.int64)
-    draft.step(offsets_kernel, 1, *draft.inputs, out, rows, groups, vector_size(groups), num_warps=4)
-    return draft.launch(out)
+    builder = LaunchBuilder(device, inputs=1)
+    out = builder.buffer((groups + 2,), torch.int64)
+    builder.step(offsets_kernel, 1, *builder.inputs, out, rows, groups, vector_size(groups), num_warps=4)
+    return builder.launch(out)
 
 
 def offsets(counts: Tensor, rows: int) -> Tensor:
@@ -159,14 +159,14 @@ def offsets(counts: Tensor, rows: int) -> Tensor:
         counts: integers [G] of any width; negative ones, or a sum above ``rows``, make every expert empty.
         rows: of x.
     """
-    (out,) = resolve_offsets(facts(counts), counts.device, rows)(counts)
+    (out,) = resolve_offsets(meta_of(counts), counts.device, rows)(counts)
     return out
 
 
 @resolver
 def resolve_grouped_cast(
-    x: Facts,
-    rng: Facts | None,
+    x: TensorMeta,
+    rng: TensorMeta | None,
     device: torch.device,
     groups: int,
     keys: tuple[str, str],
@@ -175,8 +175,8 @@ def resolve_grouped_cast(
 ) -> Launch:
     """``(x, offsets, rng) -> (data[, scale_inv], amax)`` of each side whose spec's key is given."""
     rows, cols = x.shape
-    draft = Draft(device, inputs=3)
-    x_place, offsets_place, rng_place = draft.inputs
+    builder = LaunchBuilder(device, inputs=3)
+    x_place, offsets_place, rng_place = builder.inputs
     shapes = ((rows, cols), (cols, padded_rows(rows, groups)))
     row, col = sides = [Side.of_key(key, form, bit) for bit, (key, form) in enumerate(zip(keys, forms, strict=True))]
     amaxes: list[Place | None] = []
@@ -187,28 +187,28 @@ def resolve_grouped_cast(
             amaxes.append(None)
             targets += [None, None, None]
             continue
-        data, scale_inv = draft.buffer(*data_of(side, *shape)), draft.buffer(*scales_of(*shape))
-        amax = draft.buffer((groups,), torch.float32)
+        data, scale_inv = builder.buffer(*data_of(side, *shape)), builder.buffer(*scales_of(*shape))
+        amax = builder.buffer((groups,), torch.float32)
         amaxes.append(amax)
         targets += [amax, data, scale_inv]
         outputs += [data, scale_inv, amax] if form == "codes" else [data, amax]
-    add_zeros(draft, amaxes, [groups if amax else 0 for amax in amaxes])
+    add_zeros(builder, amaxes, [groups if amax else 0 for amax in amaxes])
     hardware, multiprocessors = device_facts(device)
     size = vector_size(groups)
     tile_m, tile_k = 128, 64
     tiles = max_tiles(rows, groups, tile_m)
     parts = max(1, min(-(-cols // tile_k), 8 * multiprocessors // tiles))
-    draft.step(
+    builder.step(
         grouped_amax_kernel, tiles * parts, x_place, offsets_place, *amaxes, cols, x.strides[0], groups, parts,
         row, col, size, tile_m, tile_k, hardware, num_warps=4,
     )  # fmt: skip
     tile_m, tile_k = tile_shape(row, col)
-    draft.step(
+    builder.step(
         grouped_quantize_kernel, max_tiles(rows, groups, tile_m) * -(-cols // tile_k), x_place, offsets_place, *targets,
         rng_place if rng else None, cols, x.strides[0], groups, stream, row, col, size, tile_m, tile_k,
         hardware, num_warps=4,
     )  # fmt: skip
-    return draft.launch(*outputs)
+    return builder.launch(*outputs)
 
 
 def grouped_cast(
@@ -225,5 +225,5 @@ def grouped_cast(
     Returns:
         Operands [M, K] and [K, P], amaxes FP32 [G]: 0 without rows. What is no expert's is not written.
     """
-    launch = resolve_grouped_cast(facts(x), facts(rng), x.device, len(offsets) - 2, keys, forms, stream)
+    launch = resolve_grouped_cast(meta_of(x), meta_of(rng), x.device, len(offsets) - 2, keys, forms, stream)
     return launch(x, offsets, rng)

@@ -24,7 +24,16 @@ from fp4engine.kernels.dequantize import Codes, add_decode
 from fp4engine.kernels.gemm import GROUP_M, INTERPRETED, SMALL_TILES, Tiles, product, stages_for
 from fp4engine.kernels.gemm_epilogue import finish, tile_of
 from fp4engine.kernels.grouped import find, max_tiles, vector_size
-from fp4engine.kernels.launch import Draft, Facts, Launch, Place, capability_of, device_facts, facts, resolver
+from fp4engine.kernels.launch import (
+    Launch,
+    LaunchBuilder,
+    Place,
+    TensorMeta,
+    capability_of,
+    device_facts,
+    meta_of,
+    resolver,
+)
 
 SPLIT_M, SPLIT_N, SPLIT_K, SHORTEST_K, SHORTEST_PART = (
     tl.constexpr(gemm_split.BLOCK_M), tl.constexpr(gemm_split.BLOCK_N), tl.constexpr(gemm_split.BLOCK_K),
@@ -137,51 +146,53 @@ class Operand(NamedTuple):
     amax: Place
 
 
-def _operand(draft: Draft, tensors: tuple[Facts, ...], first: int) -> tuple[Operand, Codes | None]:
+def _operand(builder: LaunchBuilder, tensors: tuple[TensorMeta, ...], first: int) -> tuple[Operand, Codes | None]:
     """The operand ``(values, amax)`` or ``(codes, scale_inv, amax)`` from input ``first`` on, and what to decode."""
     if len(tensors) == 2:
-        return Operand(draft.inputs[first], *tensors[0].shape, draft.inputs[first + 1]), None
+        return Operand(builder.inputs[first], *tensors[0].shape, builder.inputs[first + 1]), None
     rows, blocks = tensors[1].shape
-    values = draft.buffer((rows, blocks * BLOCK_SIZE), torch.bfloat16)
-    codes = Codes(draft.inputs[first], draft.inputs[first + 1], rows, blocks)
-    return Operand(values, rows, blocks * BLOCK_SIZE, draft.inputs[first + 2]), codes
+    values = builder.buffer((rows, blocks * BLOCK_SIZE), torch.bfloat16)
+    codes = Codes(builder.inputs[first], builder.inputs[first + 1], rows, blocks)
+    return Operand(values, rows, blocks * BLOCK_SIZE, builder.inputs[first + 2]), codes
 
 
-def _operands(draft: Draft, left: tuple[Facts, ...], right: tuple[Facts, ...]) -> tuple[Operand, Operand]:
+def _operands(
+    builder: LaunchBuilder, left: tuple[TensorMeta, ...], right: tuple[TensorMeta, ...]
+) -> tuple[Operand, Operand]:
     """Both operands, the first inputs of a launch."""
-    made = (_operand(draft, left, 0), _operand(draft, right, len(left)))
+    made = (_operand(builder, left, 0), _operand(builder, right, len(left)))
     decoded = [(codes, operand.values) for operand, codes in made if codes is not None]
     if decoded:
         codes, outs = zip(*decoded, strict=True)
-        add_decode(draft, codes, outs)
+        add_decode(builder, codes, outs)
     return made[0][0], made[1][0]
 
 
 @resolver
 def resolve_grouped_gemm(
-    left: tuple[Facts, ...],
-    right: tuple[Facts, ...],
-    bias: Facts | None,
+    left: tuple[TensorMeta, ...],
+    right: tuple[TensorMeta, ...],
+    bias: TensorMeta | None,
     device: torch.device,
     groups: int,
     numerator: float,
     out_dtype: torch.dtype,
 ) -> Launch:
     """``(*left, *right, offsets, bias) -> y``."""
-    draft = Draft(device, inputs=len(left) + len(right) + 2)
-    offsets, bias_place = draft.inputs[-2:]
-    first, second = _operands(draft, left, right)
+    builder = LaunchBuilder(device, inputs=len(left) + len(right) + 2)
+    offsets, bias_place = builder.inputs[-2:]
+    first, second = _operands(builder, left, right)
     rows, depth, cols = first.rows, first.width, second.rows // groups
-    out = draft.buffer((rows, cols), out_dtype)
+    out = builder.buffer((rows, cols), out_dtype)
     tiles, options = _tiles(device, rows // groups)
     tiles_m = max_tiles(rows, groups, tiles.block_m)
-    draft.step(
+    builder.step(
         grouped_gemm_kernel, tiles_m * -(-cols // tiles.block_n), first.values, second.values, out, offsets,
         first.amax, second.amax, bias_place if bias else None, numerator, cols, depth, groups, tiles_m,
         bias is not None, vector_size(groups), tiles.block_m, tiles.block_n, tiles.block_k, GROUP_M,
         _split(device, 1, cols, depth), INTERPRETED, **options,
     )  # fmt: skip
-    return draft.launch(out)
+    return builder.launch(out)
 
 
 Tensors = Sequence[Tensor]
@@ -201,16 +212,16 @@ def grouped_gemm(
         numerator: product of the operands' numerators.
         out_dtype: BF16, FP16 or FP32.
     """
-    question = (tuple(map(facts, left)), tuple(map(facts, right)), facts(bias), left[0].device, len(offsets) - 2)
+    question = (tuple(map(meta_of, left)), tuple(map(meta_of, right)), meta_of(bias), left[0].device, len(offsets) - 2)
     (out,) = resolve_grouped_gemm(*question, numerator, out_dtype)(*left, *right, offsets, bias)
     return out
 
 
 @resolver
 def resolve_grouped_wgrad(
-    left: tuple[Facts, ...],
-    right: tuple[Facts, ...],
-    outs: tuple[Facts, ...],
+    left: tuple[TensorMeta, ...],
+    right: tuple[TensorMeta, ...],
+    outs: tuple[TensorMeta, ...],
     device: torch.device,
     groups: int,
     experts: tuple[int, ...],
@@ -218,25 +229,25 @@ def resolve_grouped_wgrad(
     out_dtype: torch.dtype,
 ) -> Launch:
     """``(*left, *right, offsets, *outs) -> dw`` of all experts, or nothing where those of ``experts`` have an out."""
-    draft = Draft(device, inputs=len(left) + len(right) + 1 + len(outs))
-    offsets = draft.inputs[len(left) + len(right)]
-    first, second = _operands(draft, left, right)
+    builder = LaunchBuilder(device, inputs=len(left) + len(right) + 1 + len(outs))
+    offsets = builder.inputs[len(left) + len(right)]
+    first, second = _operands(builder, left, right)
     rows, cols = first.rows, second.rows
     tiles, options = _tiles(device, rows)
     programs = -(-rows // tiles.block_m) * -(-cols // tiles.block_n)
     split = _split(device, rows, cols, first.width)
     if outs:
-        places = draft.inputs[len(left) + len(right) + 1 :]
+        places = builder.inputs[len(left) + len(right) + 1 :]
         work = [(place, out.strides[0], expert, 1) for place, out, expert in zip(places, outs, experts, strict=True)]
     else:
-        work = [(draft.buffer((groups, rows, cols), out_dtype), cols, 0, groups)]
+        work = [(builder.buffer((groups, rows, cols), out_dtype), cols, 0, groups)]
     for out, stride, expert, count in work:
-        draft.step(
+        builder.step(
             grouped_wgrad_kernel, count * programs, first.values, second.values, out, offsets, first.amax, second.amax,
             numerator, rows, cols, stride, expert, bool(outs), tiles.block_m, tiles.block_n, tiles.block_k, GROUP_M,
             split, INTERPRETED, **options,
         )  # fmt: skip
-    return draft.launch(*([] if outs else [work[0][0]]))
+    return builder.launch(*([] if outs else [work[0][0]]))
 
 
 def grouped_wgrad(left: Tensors, right: Tensors, offsets: Tensor, numerator: float, out_dtype: torch.dtype) -> Tensor:
@@ -246,7 +257,7 @@ def grouped_wgrad(left: Tensors, right: Tensors, offsets: Tensor, numerator: flo
         left, right: columnwise operands [M, P] and [N, P], one expert after another.
         offsets, numerator, out_dtype: as in :func:`grouped_gemm`.
     """
-    question = (tuple(map(facts, left)), tuple(map(facts, right)), (), left[0].device, len(offsets) - 2, ())
+    question = (tuple(map(meta_of, left)), tuple(map(meta_of, right)), (), left[0].device, len(offsets) - 2, ())
     (out,) = resolve_grouped_wgrad(*question, numerator, out_dtype)(*left, *right, offsets)
     return out
 
@@ -263,7 +274,7 @@ def grouped_wgrad_accumulate(
         if out.shape[1] > 1 and out.stride(1) != 1:
             raise ValueError(f"the buffer of expert {expert} must be contiguous along N, got strides {out.stride()}")
     buffers = list(outs.values())
-    question = (tuple(map(facts, left)), tuple(map(facts, right)), tuple(map(facts, buffers)), left[0].device)
+    question = (tuple(map(meta_of, left)), tuple(map(meta_of, right)), tuple(map(meta_of, buffers)), left[0].device)
     launch = resolve_grouped_wgrad(*question, len(offsets) - 2, tuple(outs), numerator, torch.float32)
     launch(*left, *right, offsets, *buffers)
 

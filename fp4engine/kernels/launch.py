@@ -1,11 +1,11 @@
 """How kernels are started: a question about tensors is resolved to a :class:`Launch` once, and launched many times.
 
-A question is everything that the answer depends on: the operation, its constants, and the :class:`Facts` of each
-tensor. A resolver, one function per operation, drafts the answer: which buffers to allocate, and which kernels to start
+A question is everything that the answer depends on: the operation, its constants, and the :class:`TensorMeta` of each
+tensor. A resolver, one function per operation, builds the answer: which buffers to allocate, and which kernels to start
 with which arguments. Resolvers are pure, so each has a bounded cache (:func:`resolver`). No kernel of
 this package reaches a GPU, or Triton's interpreter, in another way; products of PyTorch's own are calls of PyTorch.
 
-    launch = resolve_cast((facts(x), ...), x.device, ...)        outputs = launch(x, ...)
+    launch = resolve_cast((meta_of(x), ...), x.device, ...)        outputs = launch(x, ...)
 """
 
 import math
@@ -28,7 +28,7 @@ from fp4engine.kernels.compiling import KernelCall, Mock, compile_side_by_side, 
 from fp4engine.kernels.target import E4M3, PAIRS, hardware_of
 
 
-class Facts(NamedTuple):
+class TensorMeta(NamedTuple):
     """The properties of a tensor that a launch may depend on: everything but its values, its address and its device.
 
     Attributes:
@@ -52,8 +52,8 @@ class Facts(NamedTuple):
         return self.strides[1] != 1 and self.strides[0] == 1
 
     @property
-    def transposed(self) -> "Facts":
-        """The facts of the transposed view of a matrix."""
+    def transposed(self) -> "TensorMeta":
+        """The metadata of the transposed view of a matrix."""
         return self._replace(shape=self.shape[::-1], strides=self.strides[::-1])
 
 
@@ -73,12 +73,12 @@ def _allocation(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 _new = tuple.__new__
 
 
-def facts(tensor: Tensor | None) -> Facts | None:
-    """The facts of ``tensor``; None for None."""
+def meta_of(tensor: Tensor | None) -> TensorMeta | None:
+    """The metadata of ``tensor``; None for None."""
     if tensor is None:
         return None
-    # The same as Facts(...), without a call of Python: this runs for every tensor of every launch.
-    return _new(Facts, (tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % ALIGNMENT == 0))
+    # The same as TensorMeta(...), without a call of Python: this runs for every tensor of every launch.
+    return _new(TensorMeta, (tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % ALIGNMENT == 0))
 
 
 Resolver = TypeVar("Resolver", bound=Callable[..., Any])
@@ -103,32 +103,32 @@ class Matrix(NamedTuple):
     """
 
     place: Place
-    facts: Facts
+    meta: TensorMeta
     turned: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.facts.shape
+        return self.meta.shape
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.facts.dtype
+        return self.meta.dtype
 
     @property
     def is_aligned(self) -> bool:
         """Whether the copy engine can read and write it; the last axis is contiguous."""
-        stride = self.facts.row_stride
-        aligned = self.facts.aligned and stride * self.facts.dtype.itemsize % ALIGNMENT == 0
-        return aligned and stride >= self.facts.shape[1]
+        stride = self.meta.row_stride
+        aligned = self.meta.aligned and stride * self.meta.dtype.itemsize % ALIGNMENT == 0
+        return aligned and stride >= self.meta.shape[1]
 
     def narrowed(self, width: int) -> "Matrix":
         """The first ``width`` columns."""
-        return self._replace(facts=self.facts._replace(shape=(self.facts.shape[0], width)))
+        return self._replace(meta=self.meta._replace(shape=(self.meta.shape[0], width)))
 
     @property
     def transposed(self) -> "Matrix":
         """The transposed view."""
-        return Matrix(self.place, self.facts.transposed, not self.turned)
+        return Matrix(self.place, self.meta.transposed, not self.turned)
 
 
 class Block(NamedTuple):
@@ -142,7 +142,7 @@ class Block(NamedTuple):
     describe: Callable[[Tensor], Any]
 
 
-class Step(NamedTuple):
+class KernelLaunch(NamedTuple):
     """One kernel to start: ``kernel[(programs,)](*arguments, **options)``.
 
     Attributes:
@@ -173,7 +173,7 @@ class Buffer(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class HostStep(NamedTuple):
+class HostCall(NamedTuple):
     """What PyTorch computes between the kernels of a launch.
 
     Attributes:
@@ -185,7 +185,7 @@ class HostStep(NamedTuple):
     writes: tuple[Place, ...]
 
 
-class Draft:
+class LaunchBuilder:
     """A launch that a resolver is still writing.
 
     Args:
@@ -197,7 +197,7 @@ class Draft:
         self.device = device
         self.inputs = tuple(Place(index) for index in range(inputs))
         self._buffers: list[Buffer] = []
-        self._steps: list[Step | HostStep] = []
+        self._steps: list[KernelLaunch | HostCall] = []
 
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Place:
         """A contiguous, uninitialised buffer, which lives as long as steps use it or as the launch's output does."""
@@ -223,7 +223,7 @@ class Draft:
 
     def matrix(self, shape: tuple[int, int], dtype: torch.dtype) -> Matrix:
         """A buffer for a matrix, row-major."""
-        return Matrix(self.buffer(shape, dtype), Facts(tuple(shape), (shape[1], 1), dtype, True))
+        return Matrix(self.buffer(shape, dtype), TensorMeta(tuple(shape), (shape[1], 1), dtype, True))
 
     def step(self, kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
         """Add a kernel to start, on a one-dimensional grid of ``programs``; add nothing if there are none.
@@ -231,14 +231,14 @@ class Draft:
         FP contraction is off: a fused multiply-add rounds once where the contract (docs/numerics.md) rounds twice.
         """
         if programs:
-            self._steps.append(Step(kernel, programs, arguments, {"enable_fp_fusion": False, **options}))
+            self._steps.append(KernelLaunch(kernel, programs, arguments, {"enable_fp_fusion": False, **options}))
 
     def host_step(
         self, function: Callable[..., Any], reads: Sequence[Place], *writes: tuple[tuple[int, ...], torch.dtype]
     ) -> list[Place]:
         """Add a function of PyTorch's, and return the contiguous buffers of these shapes and dtypes that it makes."""
         made = [self.buffer(*buffer) for buffer in writes]
-        self._steps.append(HostStep(function, tuple(reads), tuple(made)))
+        self._steps.append(HostCall(function, tuple(reads), tuple(made)))
         return made
 
     def launch(self, *outputs: Place, kept: Sequence[Place] = ()) -> "Launch":
@@ -267,14 +267,14 @@ class Launch:
         device: torch.device,
         inputs: int,
         buffers: Sequence[Buffer],
-        steps: Sequence[Step | HostStep],
+        steps: Sequence[KernelLaunch | HostCall],
         outputs: Sequence[Place],
         kept: Sequence[Place],
     ) -> None:
         self.is_new = True
         self._index = device.index if device.type == "cuda" else None
         self._may_be_elsewhere = device.type == "cuda" and torch.cuda.device_count() > 1
-        self.steps = [step for step in steps if isinstance(step, Step)]
+        self.steps = [step for step in steps if isinstance(step, KernelLaunch)]
         # A call's tensors: inputs, buffers that are tensors of their own, what is kept, and the room of all the others.
         kept_tensor, room = inputs + len(buffers), inputs + len(buffers) + 1
         self._absent = (None,) * (len(buffers) + 2)
@@ -285,7 +285,7 @@ class Launch:
         made[kept_tensor] = Buffer((size,), torch.uint8)
         where |= {place.position: (kept_tensor, start) for place, start in zip(kept, self.kept_at, strict=True)}
         uses = _uses(steps, made)
-        touched = [place for step in steps if isinstance(step, HostStep) for place in (*step.reads, *step.writes)]
+        touched = [place for step in steps if isinstance(step, HostCall) for place in (*step.reads, *step.writes)]
         apart = {place.position for place in (*outputs, *kept, *touched)}
         scratch = [position for position in uses if position >= inputs and position not in apart]
         starts, size = offsets_by_lifetime([(made[position].nbytes, *uses[position]) for position in scratch])
@@ -299,7 +299,7 @@ class Launch:
         self.outputs = [(made[position].shape, made[position].dtype) for position in self._outputs]
         there = set(range(inputs))
         self._segments: list[_Kernels | _Host] = []
-        for are_kernels, group in groupby(steps, lambda step: isinstance(step, Step)):
+        for are_kernels, group in groupby(steps, lambda step: isinstance(step, KernelLaunch)):
             if are_kernels:
                 self._segments.append(_Kernels(layout, list(group), there))
             else:
@@ -326,8 +326,8 @@ class Launch:
         if segment is not None:
             segment.beside = work
 
-    def compile(self, inputs: Sequence[Facts | None]) -> None:
-        """Compile the kernels as a call with tensors of these facts would, without a tensor."""
+    def compile(self, inputs: Sequence[TensorMeta | None]) -> None:
+        """Compile the kernels as a call with tensors of these metadata would, without a tensor."""
         calls = [call for segment in self._segments if isinstance(segment, _Kernels) for call in segment.mocked(inputs)]
         if calls:
             with nullcontext() if self._index is None else torch.cuda.device(self._index):
@@ -346,11 +346,11 @@ class Launch:
         return [tensors[index] for index in self._outputs]
 
 
-def _uses(steps: Sequence[Step | HostStep], made: dict[int, Buffer]) -> dict[int, tuple[int, int]]:
+def _uses(steps: Sequence[KernelLaunch | HostCall], made: dict[int, Buffer]) -> dict[int, tuple[int, int]]:
     """For each tensor that a step touches the first and the last step that does; to touch a part is to touch all."""
     uses: dict[int, tuple[int, int]] = {}
     for index, step in enumerate(steps):
-        touched = step.arguments if isinstance(step, Step) else (*step.reads, *step.writes)
+        touched = step.arguments if isinstance(step, KernelLaunch) else (*step.reads, *step.writes)
         for argument in touched:
             place = argument.place if isinstance(argument, Block) else argument
             if isinstance(place, Place):
@@ -385,7 +385,7 @@ class _Layout(NamedTuple):
 class _Host:
     """A host step of a launch."""
 
-    def __init__(self, layout: _Layout, step: HostStep, there: set[int]) -> None:
+    def __init__(self, layout: _Layout, step: HostCall, there: set[int]) -> None:
         self._layout, self._function, self.ends = layout, step.function, list[int]()
         self._reads = [place.position for place in step.reads]
         self._writes = [place.position for place in step.writes]
@@ -412,7 +412,7 @@ class _Kernels:
         more: tensors to be allocated beside those that the kernels use.
     """
 
-    def __init__(self, layout: _Layout, steps: list[Step], there: set[int], more: Sequence[int] = ()) -> None:
+    def __init__(self, layout: _Layout, steps: list[KernelLaunch], there: set[int], more: Sequence[int] = ()) -> None:
         self._layout, self._steps, self.ends = layout, steps, list[int]()
         passed = [a for step in steps for a in step.arguments if isinstance(a, Place | Block)]
         places = [argument.place if isinstance(argument, Block) else argument for argument in passed]
@@ -467,7 +467,7 @@ class _Kernels:
                 for made, step, arguments in zip(started, self._steps, passed, strict=True)
             ]
 
-    def mocked(self, inputs: Sequence[Facts | None]) -> list[KernelCall]:
+    def mocked(self, inputs: Sequence[TensorMeta | None]) -> list[KernelCall]:
         """The kernels, each with arguments that have dtype and alignment of those of a call, and no memory."""
         where, made, has_fp8 = self._layout.where, self._layout.made, knows_fp8(self._layout.device)
 
@@ -501,7 +501,7 @@ class _Kernels:
         ]  # fmt: skip
 
 
-def _calls(steps: Sequence[Step], passed: Sequence[Sequence[tuple[int | None, Any]]]) -> list[KernelCall]:
+def _calls(steps: Sequence[KernelLaunch], passed: Sequence[Sequence[tuple[int | None, Any]]]) -> list[KernelCall]:
     return [
         KernelCall(step.kernel, step.programs, tuple(argument for _, argument in arguments), step.options)
         for step, arguments in zip(steps, passed, strict=True)

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from fp4engine.kernels.activation import activated
 from fp4engine.kernels.encode import narrow, round_block, stack, unstack8, wide
-from fp4engine.kernels.launch import Facts, Place
+from fp4engine.kernels.launch import Place, TensorMeta
 
 _TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
@@ -48,13 +48,13 @@ class Reading(NamedTuple):
     """How a launch reads y.
 
     Attributes:
-        x: facts of what lies in memory.
+        x: metadata of what lies in memory.
         prologue: what y is of it; None for y = x.
         place: of x.
         vectors: of a norm the places of statistics, gamma and beta.
     """
 
-    x: Facts
+    x: TensorMeta
     prologue: Prologue | None
     place: Place
     vectors: tuple[Place | None, Place | None, Place | None] = (None, None, None)

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp4engine.kernels.encode import wide
-from fp4engine.kernels.launch import Draft, Facts, Launch, Matrix, Place, facts, resolver
+from fp4engine.kernels.launch import Launch, LaunchBuilder, Matrix, Place, TensorMeta, meta_of, resolver
 
 ROWS, COLS = 2, 512
 """Rows of one program, and columns of a chunk."""
@@ -54,25 +54,25 @@ def row_statistics_kernel(
     tl.store(statistics_ptr + row, rstd, mask=row < M)
 
 
-def add_row_statistics(draft: Draft, x: Matrix, eps: float, centered: bool) -> Place:
+def add_row_statistics(builder: LaunchBuilder, x: Matrix, eps: float, centered: bool) -> Place:
     """FP32 [2, M] of x [M, K], see :func:`row_statistics`."""
-    rows, cols = x.facts.shape
-    statistics = draft.buffer((2, rows), torch.float32)
-    draft.step(
-        row_statistics_kernel, -(-rows // ROWS), x.place, statistics, rows, cols, x.facts.strides[0],
+    rows, cols = x.meta.shape
+    statistics = builder.buffer((2, rows), torch.float32)
+    builder.step(
+        row_statistics_kernel, -(-rows // ROWS), x.place, statistics, rows, cols, x.meta.strides[0],
         eps, centered, ROWS, COLS, COLS.bit_length() - 1, num_warps=4,
     )  # fmt: skip
     return statistics
 
 
 @resolver
-def resolve_row_statistics(x: Facts, device: torch.device, eps: float, centered: bool) -> Launch:
+def resolve_row_statistics(x: TensorMeta, device: torch.device, eps: float, centered: bool) -> Launch:
     """``(x) -> statistics``."""
-    draft = Draft(device, inputs=1)
-    return draft.launch(add_row_statistics(draft, Matrix(*draft.inputs, x), eps, centered))
+    builder = LaunchBuilder(device, inputs=1)
+    return builder.launch(add_row_statistics(builder, Matrix(*builder.inputs, x), eps, centered))
 
 
 def row_statistics(x: Tensor, eps: float, centered: bool) -> Tensor:
     """FP32 [2, M] of x [M, K], whose rows have unit stride; the second row is left unset unless ``centered``."""
-    (statistics,) = resolve_row_statistics(facts(x), x.device, eps, centered)(x)
+    (statistics,) = resolve_row_statistics(meta_of(x), x.device, eps, centered)(x)
     return statistics

@@ -23,7 +23,7 @@ from fp4engine.formats import E2M1, E4M3, CastSpec, Correction, Outer, RoundingM
 from fp4engine.kernels.amax import Maxima, add_amax, add_zeros, amax_size, whole_amax
 from fp4engine.kernels.cast import Side, cast_block, products_stay_normal
 from fp4engine.kernels.encode import stack
-from fp4engine.kernels.launch import WIDTHS, Draft, Facts, Place, Tiles, device_facts, fitting
+from fp4engine.kernels.launch import WIDTHS, LaunchBuilder, Place, TensorMeta, Tiles, device_facts, fitting
 from fp4engine.kernels.load import Prologue, Reading, read_blocks, read_rows
 from fp4engine.kernels.overlap import let_next_begin, overlapping, wait_for_previous
 
@@ -206,7 +206,7 @@ class Target(NamedTuple):
 
 
 def add_cast(
-    draft: Draft, reading: Reading, row: Target | None, col: Target | None, rng: Place | None, stream: int
+    builder: LaunchBuilder, reading: Reading, row: Target | None, col: Target | None, rng: Place | None, stream: int
 ) -> None:
     """Cast the sides that have a target, with the amaxes that are not given taken before."""
     if reading.x.is_column_major and reading.prologue is None:
@@ -221,28 +221,28 @@ def add_cast(
                 amax_size(s, n) if amax else 0
                 for s, n, amax in zip((row_side, col_side), reading.shape, amaxes, strict=True)
             ]
-            add_zeros(draft, amaxes, sizes)
+            add_zeros(builder, amaxes, sizes)
         return
     if any(missing):
         asked = [target.side if target and gone else None for target, gone in zip((row, col), missing, strict=True)]
         is_activation = reading.prologue is not None and not reading.prologue.is_norm
         dtype = reading.dtype
-        y = draft.buffer(reading.shape, dtype) if is_activation else None
-        found = add_amax(draft, reading, asked[0], asked[1], (maxima.row, maxima.col), y)
+        y = builder.buffer(reading.shape, dtype) if is_activation else None
+        found = add_amax(builder, reading, asked[0], asked[1], (maxima.row, maxima.col), y)
         if y is not None:
-            reading = Reading(Facts(reading.shape, (reading.shape[1], 1), dtype, True), None, y)
+            reading = Reading(TensorMeta(reading.shape, (reading.shape[1], 1), dtype, True), None, y)
         maxima = Maxima(found.row if missing[0] else maxima.row, found.col if missing[1] else maxima.col, found.parts)
     shape_of = partial(tile_shape, row_side, col_side, prologue=reading.prologue, cols=reading.shape[1])
-    tiles = Tiles.of(reading.shape, draft.device, *shape_of())
-    hardware, multiprocessors = device_facts(draft.device)
+    tiles = Tiles.of(reading.shape, builder.device, *shape_of())
+    hardware, multiprocessors = device_facts(builder.device)
     if tiles.programs < multiprocessors:
-        tiles = Tiles.of(reading.shape, draft.device, *shape_of(small=True))
+        tiles = Tiles.of(reading.shape, builder.device, *shape_of(small=True))
     targets: list[Place | None] = []
     for target, amax, gone in ((row, maxima.row, missing[0]), (col, maxima.col, missing[1])):
         in_parts = target is not None and gone and not target.side.per_row
         targets += [amax, target.amax if target and in_parts else None]
         targets += [target.data, target.scale_inv] if target else [None, None]
-    draft.step(
+    builder.step(
         quantize_kernel, tiles.programs, *reading.places, *targets, rng, *reading.shape, *reading.x.strides, stream,
         maxima.parts, row_side, col_side, reading.prologue, *tiles.constants[:-1], hardware,
         num_warps=4, **overlapping(hardware),

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp4engine.kernels.launch import Draft, Facts, Launch, facts, resolver
+from fp4engine.kernels.launch import Launch, LaunchBuilder, TensorMeta, meta_of, resolver
 
 COL_TILES = 8
 """Tiles of 128 x 4 per program: 4 KiB, 32 bytes of each row read at once."""
@@ -38,19 +38,19 @@ def swizzle_kernel(scale_ptr, out_ptr, rows, blocks, row_tiles, col_tiles, TILES
 
 
 @resolver
-def resolve_swizzle(scales: Facts, device: torch.device) -> Launch:
+def resolve_swizzle(scales: TensorMeta, device: torch.device) -> Launch:
     """``(scales) -> swizzled``."""
     rows, blocks = scales.shape
     row_tiles, col_tiles = -(-rows // 128), -(-blocks // 4)
-    draft = Draft(device, inputs=1)
-    out = draft.buffer((row_tiles * col_tiles * 512,), scales.dtype)
+    builder = LaunchBuilder(device, inputs=1)
+    out = builder.buffer((row_tiles * col_tiles * 512,), scales.dtype)
     programs = row_tiles * -(-col_tiles // COL_TILES)
     shape = (rows, blocks, row_tiles, col_tiles)
-    draft.step(swizzle_kernel, programs, *draft.inputs, out, *shape, COL_TILES, num_warps=4)
-    return draft.launch(out)
+    builder.step(swizzle_kernel, programs, *builder.inputs, out, *shape, COL_TILES, num_warps=4)
+    return builder.launch(out)
 
 
 def swizzle_scales(scales: Tensor) -> Tensor:
     """[rows, blocks], contiguous, 8-bit -> 1-D of ``ceil(rows / 128) * ceil(blocks / 4) * 512``, padded with zeros."""
-    (out,) = resolve_swizzle(facts(scales), scales.device)(scales)
+    (out,) = resolve_swizzle(meta_of(scales), scales.device)(scales)
     return out

@@ -15,7 +15,17 @@ from fp4engine.kernels.block_cast import load_tile, prepared, repeat
 from fp4engine.kernels.block_decode import load_factor, load_scales
 from fp4engine.kernels.blocks import TILE_C, BlockCast, as_bytes
 from fp4engine.kernels.encode import narrow, sixteenths, stack
-from fp4engine.kernels.launch import Block, Draft, Facts, Launch, Matrix, Place, device_facts, facts, resolver
+from fp4engine.kernels.launch import (
+    Block,
+    Launch,
+    LaunchBuilder,
+    Matrix,
+    Place,
+    TensorMeta,
+    device_facts,
+    meta_of,
+    resolver,
+)
 from fp4engine.kernels.rotate import rotate_back, round_to
 
 TILE_R = 16
@@ -93,59 +103,64 @@ def supports(key: str, x_dtype: torch.dtype) -> tuple[bool, str]:
     return blocks.supports(CastSpec.from_key(key), x_dtype)
 
 
-def add_within(draft: Draft, x: Matrix, scale_inv: Place, amax: Place, spec: CastSpec) -> Matrix:
+def add_within(builder: LaunchBuilder, x: Matrix, scale_inv: Place, amax: Place, spec: CastSpec) -> Matrix:
     """The bits of :func:`within`."""
-    rows, cols = x.facts.shape
+    rows, cols = x.meta.shape
     width = spec.padded_cols(cols)
-    bits = draft.matrix((rows, width // 8), torch.uint8)
-    draft.step(
+    bits = builder.matrix((rows, width // 8), torch.uint8)
+    builder.step(
         within_kernel, -(-rows // TILE_R) * -(-width // TILE_C), x.place, Block(scale_inv, as_bytes), amax, bits.place,
-        rows, cols, *x.facts.strides, width, spec.element.max_value, BlockCast.of(spec, "codes", 0), TILE_R, TILE_C,
-        device_facts(draft.device)[0], num_warps=4,
+        rows, cols, *x.meta.strides, width, spec.element.max_value, BlockCast.of(spec, "codes", 0), TILE_R, TILE_C,
+        device_facts(builder.device)[0], num_warps=4,
     )  # fmt: skip
     return bits
 
 
 @resolver
-def resolve_within(x: Facts, device: torch.device, key: str) -> Launch:
+def resolve_within(x: TensorMeta, device: torch.device, key: str) -> Launch:
     """``(x, scale_inv, amax) -> bits``."""
-    draft = Draft(device, inputs=3)
-    place, scale_inv, amax = draft.inputs
-    return draft.launch(add_within(draft, Matrix(place, x), scale_inv, amax, CastSpec.from_key(key)).place)
+    builder = LaunchBuilder(device, inputs=3)
+    place, scale_inv, amax = builder.inputs
+    return builder.launch(add_within(builder, Matrix(place, x), scale_inv, amax, CastSpec.from_key(key)).place)
 
 
 def within(x: Tensor, scale_inv: Tensor, amax: Tensor, key: str) -> Tensor:
     """See :func:`fp4engine.ops.through_cast.within_range`."""
-    return resolve_within(facts(x), x.device, key)(x, scale_inv, amax)[0]
+    return resolve_within(meta_of(x), x.device, key)(x, scale_inv, amax)[0]
 
 
 def add_back(
-    draft: Draft, values: Matrix, bits: Matrix | None, rotation: Rotation | None, cols: int, dtype: torch.dtype
+    builder: LaunchBuilder,
+    values: Matrix,
+    bits: Matrix | None,
+    rotation: Rotation | None,
+    cols: int,
+    dtype: torch.dtype,
 ) -> Matrix:
     """The gradient of :func:`back`."""
-    rows, width = values.facts.shape
-    out = draft.matrix((rows, cols), dtype)
+    rows, width = values.meta.shape
+    out = builder.matrix((rows, cols), dtype)
     rotated = None if rotation is None else BlockCast.of(CastSpec(rotation=rotation), "codes", 0)
-    draft.step(
+    builder.step(
         back_kernel, -(-rows // TILE_R) * -(-cols // TILE_C), values.place, bits.place if bits else None, out.place,
-        rows, width, bits.facts.shape[1] * 8 if bits else 0, cols, rotated, TILE_R, TILE_C,
-        device_facts(draft.device)[0], num_warps=4,
+        rows, width, bits.meta.shape[1] * 8 if bits else 0, cols, rotated, TILE_R, TILE_C,
+        device_facts(builder.device)[0], num_warps=4,
     )  # fmt: skip
     return out
 
 
 @resolver
 def resolve_back(
-    values: Facts, bits: Facts | None, device: torch.device, key: str, cols: int, dtype: torch.dtype
+    values: TensorMeta, bits: TensorMeta | None, device: torch.device, key: str, cols: int, dtype: torch.dtype
 ) -> Launch:
     """``(values, bits) -> gradient``."""
-    draft = Draft(device, inputs=2)
-    place, mask = draft.inputs
+    builder = LaunchBuilder(device, inputs=2)
+    place, mask = builder.inputs
     rotation = CastSpec.from_key(key).rotation if key else None
     within = None if bits is None else Matrix(mask, bits)
-    return draft.launch(add_back(draft, Matrix(place, values), within, rotation, cols, dtype).place)
+    return builder.launch(add_back(builder, Matrix(place, values), within, rotation, cols, dtype).place)
 
 
 def back(values: Tensor, bits: Tensor | None, key: str, cols: int, dtype: torch.dtype) -> Tensor:
     """See :func:`fp4engine.ops.through_cast.back`."""
-    return resolve_back(facts(values), facts(bits), values.device, key, cols, dtype)(values, bits)[0]
+    return resolve_back(meta_of(values), meta_of(bits), values.device, key, cols, dtype)(values, bits)[0]

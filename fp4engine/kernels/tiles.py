@@ -22,7 +22,7 @@ from fp4engine.formats import CastSpec
 from fp4engine.formats.tiles import Part
 from fp4engine.kernels import quantize
 from fp4engine.kernels.cast import Side
-from fp4engine.kernels.launch import Draft, Facts, Launch, Matrix, Place, facts, resolver
+from fp4engine.kernels.launch import Launch, LaunchBuilder, Matrix, Place, TensorMeta, meta_of, resolver
 from fp4engine.kernels.load import Reading
 
 TILE = 128
@@ -141,26 +141,26 @@ class Tiles(NamedTuple):
         """How each part lies in memory."""
         return Part.of(self.spec, self.rows // self.parts, self.cols)
 
-    def amax(self, draft: Draft) -> Place:
+    def amax(self, builder: LaunchBuilder) -> Place:
         """The outer amax."""
-        return draft.part(self.packed, self.part.amax, (1,), torch.float32)
+        return builder.part(self.packed, self.part.amax, (1,), torch.float32)
 
 
-def add_spread(draft: Draft, tiles: Tiles, transposed: bool) -> tuple[Matrix, Matrix]:
+def add_spread(builder: LaunchBuilder, tiles: Tiles, transposed: bool) -> tuple[Matrix, Matrix]:
     """Codes and block scales of the operand [rows, cols], with each tile's scale for all its rows.
 
     If ``transposed``, of the operand [cols, rows]. Scales are bytes: Triton has no type for E8M0.
     """
     (_, spec, rows, cols, parts), part = tiles, tiles.part
     shape = (cols, rows) if transposed else (rows, cols)
-    data = draft.matrix((shape[0], spec.padded_cols(shape[1]) // 2), torch.uint8)
-    scale_inv = draft.matrix((shape[0], spec.num_blocks(shape[1])), torch.uint8)
+    data = builder.matrix((shape[0], spec.padded_cols(shape[1]) // 2), torch.uint8)
+    scale_inv = builder.matrix((shape[0], spec.num_blocks(shape[1])), torch.uint8)
     target = data.place, scale_inv.place
     words, width = spec.padded_cols(cols) // 8, (spec.padded_cols(rows) // 8, spec.num_blocks(rows))
     of_part = (part.rows // 8, part.rows // spec.block[0]) if parts > 1 else width
     programs = parts * -(-part.rows // TILE) * -(-words * 8 // TILE)
     targets = (None, None, *target) if transposed else (*target, None, None)
-    draft.step(
+    builder.step(
         spread_kernel, programs, tiles.packed, None, *targets, part.rows, cols, words, spec.num_blocks(cols),
         part.size // ALIGNMENT, *of_part, *width, *spec.block, TILE, num_warps=4,
     )  # fmt: skip
@@ -168,13 +168,13 @@ def add_spread(draft: Draft, tiles: Tiles, transposed: bool) -> tuple[Matrix, Ma
 
 
 def add_transposed(
-    draft: Draft, codes: Place, scale_inv: Place, spec: CastSpec, rows: int, cols: int
+    builder: LaunchBuilder, codes: Place, scale_inv: Place, spec: CastSpec, rows: int, cols: int
 ) -> tuple[Matrix, Matrix]:
     """Codes and block scales of the operand [cols, rows], from those of an operand [rows, cols] in square blocks."""
-    data = draft.matrix((cols, spec.padded_cols(rows) // 2), torch.uint8)
-    made = draft.matrix((cols, spec.num_blocks(rows)), torch.uint8)
+    data = builder.matrix((cols, spec.padded_cols(rows) // 2), torch.uint8)
+    made = builder.matrix((cols, spec.num_blocks(rows)), torch.uint8)
     words, width = spec.padded_cols(cols) // 8, (spec.padded_cols(rows) // 8, spec.num_blocks(rows))
-    draft.step(
+    builder.step(
         spread_kernel, -(-rows // TILE) * -(-words * 8 // TILE), codes, scale_inv, None, None, data.place, made.place,
         rows, cols, words, spec.num_blocks(cols), 0, *width, *width, *spec.block, TILE, num_warps=4,
     )  # fmt: skip
@@ -183,43 +183,43 @@ def add_transposed(
 
 @resolver
 def resolve_spread(
-    packed: Facts, device: torch.device, key: str, rows: int, cols: int, parts: int, transposed: bool
+    packed: TensorMeta, device: torch.device, key: str, rows: int, cols: int, parts: int, transposed: bool
 ) -> Launch:
     """``packed -> data, scale_inv`` of the operand [rows, cols], or of the transposed one; scales as bytes."""
-    draft = Draft(device, inputs=1)
-    made = add_spread(draft, Tiles(*draft.inputs, CastSpec.from_key(key), rows, cols, parts), transposed)
-    return draft.launch(*[matrix.place for matrix in made])
+    builder = LaunchBuilder(device, inputs=1)
+    made = add_spread(builder, Tiles(*builder.inputs, CastSpec.from_key(key), rows, cols, parts), transposed)
+    return builder.launch(*[matrix.place for matrix in made])
 
 
 def spread_tiles(packed: Tensor, key: str, rows: int, cols: int, parts: int, transposed: bool) -> list[Tensor]:
     """See :class:`fp4engine.ops.TiledOperand`; scales of what it returns have the dtype of the spec's."""
-    data, scale_inv = resolve_spread(facts(packed), packed.device, key, rows, cols, parts, transposed)(packed)
+    data, scale_inv = resolve_spread(meta_of(packed), packed.device, key, rows, cols, parts, transposed)(packed)
     return [data, scale_inv.view(CastSpec.from_key(key).scale.torch_dtype)]  # Triton has no type for E8M0
 
 
 @resolver
 def resolve_tiles(
-    tensors: tuple[Facts, ...], amaxes: tuple[Facts, ...], device: torch.device, keys: tuple[str, ...]
+    tensors: tuple[TensorMeta, ...], amaxes: tuple[TensorMeta, ...], device: torch.device, keys: tuple[str, ...]
 ) -> Launch:
     """``(x, amax, x, amax, ...) -> packed, packed, ...``: rowwise casts of many matrices, each to one part.
 
     Args:
-        tensors, amaxes: facts of both, as many; an amax is one number.
+        tensors, amaxes: metadata of both, as many; an amax is one number.
         keys: of specs that :func:`fp4engine.kernels.casts.fuses` and draw nothing.
     """
-    draft, outputs = Draft(device, inputs=2 * len(tensors)), list[Place]()
+    builder, outputs = LaunchBuilder(device, inputs=2 * len(tensors)), list[Place]()
     for index, (x, key) in enumerate(zip(tensors, keys, strict=True)):
-        place, amax = draft.inputs[2 * index : 2 * index + 2]
+        place, amax = builder.inputs[2 * index : 2 * index + 2]
         spec, (rows, cols) = CastSpec.from_key(key), x.shape
         part, height = Part.of(spec, rows, cols), spec.block[0]
-        packed = draft.buffer((part.size,), torch.uint8)
+        packed = builder.buffer((part.size,), torch.uint8)
         outputs.append(packed)
-        codes = draft.part(packed, 0, (part.codes,), torch.uint8)
-        scales = draft.part(packed, part.codes, (part.scales,), torch.uint8)
-        scale_inv = scales if height == 1 else draft.buffer(*quantize.scales_of(rows, cols))
+        codes = builder.part(packed, 0, (part.codes,), torch.uint8)
+        scales = builder.part(packed, part.codes, (part.scales,), torch.uint8)
+        scale_inv = scales if height == 1 else builder.buffer(*quantize.scales_of(rows, cols))
         target = quantize.Target(Side.of(spec, "codes", 0), amax, True, codes, scale_inv)
-        quantize.add_cast(draft, Reading(x, None, place), target, None, None, 0)
+        quantize.add_cast(builder, Reading(x, None, place), target, None, None, 0)
         picked = part.scales if height > 1 else 0
-        told = scale_inv, scales, amax, Tiles(packed, spec, rows, cols, 1).amax(draft), spec.num_blocks(cols), picked
-        draft.step(pick_kernel, max(-(-picked // PICKED), 1), *told, height, PICKED, num_warps=4)
-    return draft.launch(*outputs)
+        told = scale_inv, scales, amax, Tiles(packed, spec, rows, cols, 1).amax(builder), spec.num_blocks(cols), picked
+        builder.step(pick_kernel, max(-(-picked // PICKED), 1), *told, height, PICKED, num_warps=4)
+    return builder.launch(*outputs)

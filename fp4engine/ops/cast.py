@@ -391,7 +391,7 @@ def _by_kernels(
         return None
     if (row_amax is not None and row_amax.device != device) or (col_amax is not None and col_amax.device != device):
         return None
-    # The facts of each tensor, as plain tuples: without a call of Python for each.
+    # The metadata of each tensor, as plain tuples: without a call of Python for each.
     told = tuple([None if t is None else (t.shape, t.stride(), t.dtype, t.data_ptr() % ALIGNMENT == 0) for t in inputs])
     if (resolved := _resolved(told, row_amax is col_amax, device, stream, parts)) is None:
         return None
@@ -404,13 +404,13 @@ def _by_kernels(
 def _resolved(
     told: tuple[Any, ...], shared: bool, device: torch.device, stream: int, parts: Any
 ) -> tuple[Callable[..., list[Tensor]], Layout, Shape] | None:
-    """The launch of a cast, its layout and the shape of what is cast, given the facts of :data:`Inputs` as tuples.
+    """The launch of a cast, its layout and the shape of what is cast, given the metadata of :data:`Inputs` as tuples.
 
     None unless kernels cover the cast, x is a matrix, amaxes are as :func:`amax` returns them, and none is lacking that
     has to be rounded.
     """
     asked = Asked(*parts)
-    x, row_amax, col_amax, rng, *norm = [facts and kernels().Facts(*facts) for facts in told]
+    x, row_amax, col_amax, rng, *norm = [meta and kernels().TensorMeta(*meta) for meta in told]
     given = [row_amax, col_amax]
     is_matrix = len(x.shape) == 2 and x.dtype.is_floating_point
     if not (is_matrix and casts_supported(asked.rowwise, asked.columnwise, asked.dtype)[0]):

@@ -315,7 +315,7 @@ def _product(
     if path == "triton":
         products = _gemm_kernels()
         inputs = (left.data, left.scale_inv, left.amax, right.data, right.scale_inv, right.amax, bias, out)
-        asked = tuple([None if tensor is None else products.facts(tensor) for tensor in inputs])
+        asked = tuple([None if tensor is None else products.meta_of(tensor) for tensor in inputs])
         resolve = products.resolve_product if accumulation == "fp32" else _blackwell_kernels().resolve_blackwell
         made = resolve(asked, device, numerator, out_dtype)(*inputs)
         return made[0] if out is None else out
@@ -407,7 +407,7 @@ def _factored(
         factors_of.append(gemm_factors.Factors(spec.factor_group if spec else 0, numerator_of_factors))
     inputs += [bias, out]
     products = _gemm_kernels()
-    asked = tuple([None if tensor is None else products.facts(tensor) for tensor in inputs])
+    asked = tuple([None if tensor is None else products.meta_of(tensor) for tensor in inputs])
     left_factors, right_factors = factors_of
     launch = gemm_factors.resolve_factored(asked, left.data.device, left_factors, right_factors, numerator, out_dtype)
     made = launch(*inputs)

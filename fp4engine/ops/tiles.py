@@ -120,8 +120,8 @@ def quantize_tiles(
         return [_packed(*one, backend) for one in zip(matrices, specs, amaxes, strict=True)]
     from fp4engine.kernels.tiles import resolve_tiles
 
-    facts, inputs = kernels().facts, list(map(as_it_is, matrices))
-    asked = tuple(map(facts, inputs)), tuple(map(facts, amaxes))
+    meta_of, inputs = kernels().meta_of, list(map(as_it_is, matrices))
+    asked = tuple(map(meta_of, inputs)), tuple(map(meta_of, amaxes))
     launch = resolve_tiles(*asked, inputs[0].device, tuple([spec.key for spec in specs]))
     outputs = launch(*chain.from_iterable(zip(inputs, amaxes, strict=True)))
     backends.record(*("quantize/triton",) * len(inputs))

@@ -93,20 +93,20 @@ def activated() -> Callable[..., torch.Tensor]:
     """
     from fp4engine.kernels.amax import add_amax, amax_size
     from fp4engine.kernels.cast import Side
-    from fp4engine.kernels.launch import Draft, facts
+    from fp4engine.kernels.launch import LaunchBuilder, meta_of
     from fp4engine.kernels.load import Prologue, Reading
 
     def value(activation: Activation, x: torch.Tensor, dtype: torch.dtype, sides=DEFAULT_SIDES) -> torch.Tensor:
         source, _ = activation.source(x, dtype)
-        draft = Draft(x.device, 1)
-        reading = Reading(facts(x), Prologue.of(source.kind, dtype, source.gated), draft.inputs[0])
-        y = draft.buffer(reading.shape, dtype)
+        builder = LaunchBuilder(x.device, 1)
+        reading = Reading(meta_of(x), Prologue.of(source.kind, dtype, source.gated), builder.inputs[0])
+        y = builder.buffer(reading.shape, dtype)
         row, col = (Side.of(spec, "codes", bit) if spec else None for bit, spec in enumerate(sides))
         places = [
-            draft.buffer((amax_size(side, length),), torch.float32) if side is not None and side.per_row else None
+            builder.buffer((amax_size(side, length),), torch.float32) if side is not None and side.per_row else None
             for side, length in zip((row, col), reading.shape, strict=True)
         ]
-        add_amax(draft, reading, row, col, tuple(places), y)
-        return draft.launch(y)(x)[0]
+        add_amax(builder, reading, row, col, tuple(places), y)
+        return builder.launch(y)(x)[0]
 
     return value

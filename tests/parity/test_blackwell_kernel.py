@@ -17,7 +17,7 @@ from tests.exact_sums import assert_same_bits, planted, spread, sums
 pytest.importorskip("triton")
 
 from fp4engine.kernels import gemm_blackwell
-from fp4engine.kernels.launch import Draft, facts
+from fp4engine.kernels.launch import LaunchBuilder, meta_of
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 EMULATED = os.environ.get("EMULATED_GPU")
@@ -33,7 +33,7 @@ def multiply(left: Tensor, right: Tensor) -> Tensor:
     """The bare sum of values, with outer factors of one."""
     one = torch.ones(1, device=left.device)
     inputs = (left, None, one, right, None, one, None, None)
-    asked = tuple(map(facts, inputs))
+    asked = tuple(map(meta_of, inputs))
     return gemm_blackwell.resolve_blackwell(asked, left.device, 1.0, torch.float32)(*inputs)[0]
 
 
@@ -128,7 +128,7 @@ def test_what_is_taken_for_proved_rounds_nowhere(kernel_device, sigma):
     whole = fits(left, right)
     halves = fits(left[:, :32], right[:, :32]) & fits(left[:, 32:], right[:, 32:])
     device = left.to(kernel_device), right.to(kernel_device)
-    own, coarse, fine = gemm_blackwell.resolve_bounds(*map(facts, device), device[0].device)(*device)
+    own, coarse, fine = gemm_blackwell.resolve_bounds(*map(meta_of, device), device[0].device)(*device)
     own, coarse, fine = own.cpu()[:, None, 0], coarse.cpu()[:, 0], fine.cpu()[None, :, 0]
     proved = own * fine < gemm_blackwell.LIMIT
     for name, found, claimed, cols in (
@@ -174,11 +174,11 @@ class TestOnEmulatedGPUs:
         parts[:, 0], parts[1:, 1] = 0, 0
         parts[:, 2] = torch.tensor([2.0**28, 2.0**-20, -(2.0**28), 0])
         totals = (torch.randn(count) * 2.0 ** torch.randint(0, 34, (count,)) * 2**20).round() / 2**20
-        draft = Draft(torch.device("cpu"), 3)
-        draft.step(sum_of_four_kernel, 1, *draft.inputs, 1 << 29, count, num_warps=4)
+        builder = LaunchBuilder(torch.device("cpu"), 3)
+        builder.step(sum_of_four_kernel, 1, *builder.inputs, 1 << 29, count, num_warps=4)
         out = torch.empty(count)
         with emulated(90):
-            draft.launch()(parts, totals, out)
+            builder.launch()(parts, totals, out)
         assert_same_bits(out, reference.add_toward_zero(totals, parts.double().sum(0).float()))
 
 

@@ -7,7 +7,7 @@ import fp4engine
 from fp4engine import capability, ops
 from fp4engine.constants import KEY_STEP
 from fp4engine.kernels.draw import add_draw, add_place, draw
-from fp4engine.kernels.launch import Draft
+from fp4engine.kernels.launch import LaunchBuilder
 from fp4engine.ops import rng
 
 
@@ -34,9 +34,9 @@ def test_operators_draw_the_same(kernel_device, monkeypatch, start):
 @pytest.mark.parametrize("place", [(0, 0), (1, 48), (2**33, 48)])
 def test_writes_the_place_of_a_shard_behind_a_draw(kernel_device, place):
     state = torch.tensor([-3, 4], device=kernel_device)
-    draft = Draft(state.device, inputs=1)
-    out = add_place(draft, add_draw(draft, draft.inputs[0], 1), place)
-    (out,) = draft.launch(out)(state)
+    builder = LaunchBuilder(state.device, inputs=1)
+    out = add_place(builder, add_draw(builder, builder.inputs[0], 1), place)
+    (out,) = builder.launch(out)(state)
     expected = torch.tensor([-3, 4], device=kernel_device)
     assert torch.equal(out, rng.placed(rng.coming(expected), *place)) and state.tolist() == [-3, 5]
 

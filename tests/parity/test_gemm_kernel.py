@@ -181,7 +181,7 @@ def test_nan_in_a_value_reaches_its_row():
 def test_split_sum(parts, accumulate):
     from fp4engine.kernels import gemm_split
     from fp4engine.kernels.gemm_launch import Flags, Matrix, Product
-    from fp4engine.kernels.launch import Draft, facts
+    from fp4engine.kernels.launch import LaunchBuilder, meta_of
 
     m, n, k = 136, 40, 328  # six K steps, the last one partial: with five parts the last two are empty
     left, right, a, b = integers(m, k), integers(n, k, 5), amax(m), amax(seed=2)
@@ -189,11 +189,11 @@ def test_split_sum(parts, accumulate):
     bias = torch.linspace(-1, 1, n).to(DEVICE)
     expected = contract(left, right, a, b, 3072.0, bias, torch.float32, out.clone() if accumulate else None)
     tensors = (left, right, out, a, b, bias)
-    draft = Draft(left.device, len(tensors))
-    matrices = [Matrix(place, facts(t)) for place, t in zip(draft.inputs[:3], tensors[:3], strict=True)]
-    product = Product(*matrices, *draft.inputs[3:], 3072.0, Flags(True, False, True, accumulate))
-    gemm_split.add_split(draft, product, parts, num_warps=4, num_stages=2)
-    draft.launch()(*tensors)
+    builder = LaunchBuilder(left.device, len(tensors))
+    matrices = [Matrix(place, meta_of(t)) for place, t in zip(builder.inputs[:3], tensors[:3], strict=True)]
+    product = Product(*matrices, *builder.inputs[3:], 3072.0, Flags(True, False, True, accumulate))
+    gemm_split.add_split(builder, product, parts, num_warps=4, num_stages=2)
+    builder.launch()(*tensors)
     assert_same_bytes(out, expected)
 
 
@@ -281,12 +281,12 @@ def test_three_kernels_give_the_same_bytes(monkeypatch, rows, out_dtype, accumul
     plain = start.clone() if accumulate else torch.empty_like(start)
     module.resolve_gemm.cache_clear()
     tensors = (left, right, plain, a, b, bias)
-    draft = module.Draft(left.device, len(tensors))
-    places = draft.inputs
-    matrices = [module.Matrix(place, module.facts(t)) for place, t in zip(places[:3], tensors[:3], strict=True)]
+    builder = module.LaunchBuilder(left.device, len(tensors))
+    places = builder.inputs
+    matrices = [module.Matrix(place, module.meta_of(t)) for place, t in zip(places[:3], tensors[:3], strict=True)]
     flags = module.Flags(a.numel() > 1, b.numel() > 1, True, accumulate)
-    module._add_plain(draft, module.Product(*matrices, *places[3:], 3072.0, flags), module._PLAIN_TILES)
-    draft.launch()(*tensors)
+    module._add_plain(builder, module.Product(*matrices, *places[3:], 3072.0, flags), module._PLAIN_TILES)
+    builder.launch()(*tensors)
     assert_same_bytes(plain, expected)
 
 

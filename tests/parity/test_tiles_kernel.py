@@ -7,7 +7,7 @@ from fp4engine import ops
 from fp4engine.formats import E2M1, CastSpec, mx
 from fp4engine.formats.tiles import Part
 from fp4engine.kernels.dequantize import add_decode_tiles
-from fp4engine.kernels.launch import Draft
+from fp4engine.kernels.launch import LaunchBuilder
 from fp4engine.kernels.tiles import Tiles
 
 TILES = CastSpec(block=(16, 16))
@@ -48,10 +48,10 @@ def test_values_are_those_of_the_rowwise_operand(kernel_device, shape, spec):
     tiled.packed.view(shape[2], -1)[:, Part.of(spec, shape[0] // shape[2], shape[1]).codes :] &= (
         0x7F  # no scale is negative
     )
-    draft = Draft(torch.device(kernel_device), inputs=1)
-    out = draft.buffer((shape[0], spec.padded_cols(shape[1])), torch.bfloat16)
-    add_decode_tiles(draft, Tiles(*draft.inputs, spec, *shape), out)
-    (values,) = draft.launch(out)(tiled.packed)
+    builder = LaunchBuilder(torch.device(kernel_device), inputs=1)
+    out = builder.buffer((shape[0], spec.padded_cols(shape[1])), torch.bfloat16)
+    add_decode_tiles(builder, Tiles(*builder.inputs, spec, *shape), out)
+    (values,) = builder.launch(out)(tiled.packed)
     codes, scale_inv, _ = tiled.rowwise("reference").tensors
     one = torch.full((1,), spec.numerator, device=kernel_device)
     want = ops.dequantize(codes, scale_inv, one, spec, values.shape[1], torch.float32, "reference")

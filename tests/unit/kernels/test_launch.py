@@ -21,7 +21,7 @@ from fp4engine.formats.one_buffer import offsets_by_lifetime
 from fp4engine.functional import make_linear_plan
 from fp4engine.kernels import compiling, launch
 from fp4engine.kernels.gemm_launch import block_of
-from fp4engine.kernels.launch import Block, Draft, Facts, Launch, Matrix, facts
+from fp4engine.kernels.launch import Block, Launch, LaunchBuilder, Matrix, TensorMeta, meta_of
 from fp4engine.recipe import Float8BlockScaling, Float8CurrentScaling, NVFP4BlockScaling
 
 PACKAGE = Path(fp4engine.__file__).parent
@@ -40,19 +40,19 @@ class Kernel:
 
 def test_arguments_come_in_the_kernels_order_and_outputs_in_that_of_declaration():
     kernel = Kernel()
-    draft = Draft(torch.device("cpu"), inputs=2)
-    x, absent = draft.inputs
+    builder = LaunchBuilder(torch.device("cpu"), inputs=2)
+    x, absent = builder.inputs
     first, scratch, second = (
-        draft.buffer((2, 3), torch.float32),
-        draft.buffer((4,), torch.uint8),
-        draft.buffer((0,), BF16),
+        builder.buffer((2, 3), torch.float32),
+        builder.buffer((4,), torch.uint8),
+        builder.buffer((0,), BF16),
     )
     described = Block(scratch, lambda tensor: ("descriptor of", tensor.shape))
-    part = draft.part(x, 4, (2,), torch.float32)
-    draft.step(kernel, 7, described, x, absent, second, 5, None, first, 2.5, num_warps=4)
-    draft.step(kernel, 0, x)
-    draft.step(kernel, 1, scratch, first, part)
-    made = draft.launch(second, first)
+    part = builder.part(x, 4, (2,), torch.float32)
+    builder.step(kernel, 7, described, x, absent, second, 5, None, first, 2.5, num_warps=4)
+    builder.step(kernel, 0, x)
+    builder.step(kernel, 1, scratch, first, part)
+    made = builder.launch(second, first)
     given = torch.ones(3)
     outputs = made(given, None)
     assert [(tuple(t.shape), t.dtype) for t in outputs] == made.outputs == [((0,), BF16), ((2, 3), torch.float32)]
@@ -78,20 +78,20 @@ def test_buffers_that_are_not_in_use_together_share_bytes():
 
 
 def test_what_pytorch_computes_stands_between_kernels_and_is_freed_behind_its_last_reader():
-    kernel, draft, seen = Kernel(), Draft(torch.device("cpu"), inputs=1), []
-    buffer, scratch = draft.buffer((4,), torch.float32), draft.buffer((8,), torch.float32)
-    draft.step(kernel, 1, *draft.inputs, buffer, scratch)
+    kernel, builder, seen = Kernel(), LaunchBuilder(torch.device("cpu"), inputs=1), []
+    buffer, scratch = builder.buffer((4,), torch.float32), builder.buffer((8,), torch.float32)
+    builder.step(kernel, 1, *builder.inputs, buffer, scratch)
 
     def double(tensor, part):
         seen.append((weakref.ref(tensor), part.clone()))
         return 2 * tensor
 
-    (doubled,) = draft.host_step(
-        double, (buffer, draft.part(draft.inputs[0], 4, (2,), torch.float32)), ((4,), torch.float32)
+    (doubled,) = builder.host_step(
+        double, (buffer, builder.part(builder.inputs[0], 4, (2,), torch.float32)), ((4,), torch.float32)
     )
-    draft.step(kernel, 2, doubled, scratch)
-    draft.host_step(lambda tensor: seen.append(seen[0][0]()), (doubled,))
-    made = draft.launch(doubled)
+    builder.step(kernel, 2, doubled, scratch)
+    builder.host_step(lambda tensor: seen.append(seen[0][0]()), (doubled,))
+    made = builder.launch(doubled)
     (output,) = made(torch.arange(3.0))
     assert [grid for grid, _, _ in kernel.started] == [(1,), (2,)]
     assert torch.equal(seen[0][1], torch.tensor([1.0, 2.0])) and kernel.started[1][1][0] is output
@@ -101,10 +101,14 @@ def test_what_pytorch_computes_stands_between_kernels_and_is_freed_behind_its_la
 
 @pytest.mark.no_poison
 def test_what_is_kept_lies_in_one_tensor_of_bytes():
-    kernel, draft = Kernel(), Draft(torch.device("cpu"), inputs=0)
-    y, codes, amax = draft.buffer((2,), BF16), draft.buffer((3, 5), torch.uint8), draft.buffer((1,), torch.float32)
-    draft.step(kernel, 1, y, codes, amax)
-    made = draft.launch(y, kept=[codes, amax])
+    kernel, builder = Kernel(), LaunchBuilder(torch.device("cpu"), inputs=0)
+    y, codes, amax = (
+        builder.buffer((2,), BF16),
+        builder.buffer((3, 5), torch.uint8),
+        builder.buffer((1,), torch.float32),
+    )
+    builder.step(kernel, 1, y, codes, amax)
+    made = builder.launch(y, kept=[codes, amax])
     out, kept = made()
     assert made.kept_at == [0, 256] and made.outputs == [((2,), BF16), ((260,), torch.uint8)] and kept.numel() == 260
     ((_, (first, second, third), _),) = kernel.started
@@ -126,9 +130,9 @@ def test_threads_take_turns_in_triton_s_interpreter():
             if alone[-1]:
                 running.release()
 
-    draft = Draft(torch.device("cpu"), inputs=0)
-    draft.step(Interpreted(), 1, "an argument", "another")
-    made = draft.launch()
+    builder = LaunchBuilder(torch.device("cpu"), inputs=0)
+    builder.step(Interpreted(), 1, "an argument", "another")
+    made = builder.launch()
 
     def work():
         both.wait(30)
@@ -177,14 +181,14 @@ def planned(streams):
 
 def test_what_is_compiled_is_given_addresses(planned):
     """Scratch is one allocation; its parts neither overlap nor leave their alignment; an absent tensor is at 0."""
-    kernel, draft = Kernel(), Draft(torch.device("cpu"), inputs=2)
-    x, absent = draft.inputs
-    small, first = draft.buffer((3,), torch.uint8), draft.buffer((2, 3), torch.float32)
-    large, second = draft.buffer((300,), torch.float32), draft.buffer((0,), BF16)
-    part, described = draft.part(x, 4, (2,), torch.float32), Block(large, lambda tensor: "descriptor")
-    draft.step(kernel, 7, part, x, absent, second, 5, None, first, small, large, 2.5)
-    draft.step(kernel, 1, described, large, first)
-    made, given = draft.launch(first, second), torch.ones(3)
+    kernel, builder = Kernel(), LaunchBuilder(torch.device("cpu"), inputs=2)
+    x, absent = builder.inputs
+    small, first = builder.buffer((3,), torch.uint8), builder.buffer((2, 3), torch.float32)
+    large, second = builder.buffer((300,), torch.float32), builder.buffer((0,), BF16)
+    part, described = builder.part(x, 4, (2,), torch.float32), Block(large, lambda tensor: "descriptor")
+    builder.step(kernel, 7, part, x, absent, second, 5, None, first, small, large, 2.5)
+    builder.step(kernel, 1, described, large, first)
+    made, given = builder.launch(first, second), torch.ones(3)
     calls = planned(made)
     outputs = made(given, None)
     assert not kernel.started
@@ -215,10 +219,10 @@ class Started(Kernel):
 def test_what_triton_compiled_is_started_again(monkeypatch, streams):
     """By addresses and not by tensors; a descriptor is made for the address of each call."""
     monkeypatch.setattr(launch, "JITFunction", Started)
-    kernel, draft = Started(), Draft(torch.device("cpu"), inputs=1)
-    matrix = Matrix(draft.inputs[0], Facts((4, 8), (8, 1), BF16, True))
-    draft.step(kernel, 3, *draft.inputs, block_of(matrix, 2, 8), 2.5)
-    made, tensors = draft.launch(), [torch.zeros(4, 8, dtype=BF16) for _ in range(2)]
+    kernel, builder = Started(), LaunchBuilder(torch.device("cpu"), inputs=1)
+    matrix = Matrix(builder.inputs[0], TensorMeta((4, 8), (8, 1), BF16, True))
+    builder.step(kernel, 3, *builder.inputs, block_of(matrix, 2, 8), 2.5)
+    made, tensors = builder.launch(), [torch.zeros(4, 8, dtype=BF16) for _ in range(2)]
     for x in (tensors[0], *tensors):
         made(x)
     (first, arguments, _), *again = kernel.started
@@ -231,10 +235,10 @@ def test_what_triton_compiled_is_started_again(monkeypatch, streams):
 def test_kernels_are_compiled_side_by_side_by_the_first_call_alone(monkeypatch, streams):
     monkeypatch.setattr(compiling, "PARSES_IN_THREADS", True)
     monkeypatch.setattr(launch, "JITFunction", Compiled)
-    kernel, draft = Compiled(), Draft(torch.device("cpu"), inputs=1)
+    kernel, builder = Compiled(), LaunchBuilder(torch.device("cpu"), inputs=1)
     for programs in (3, 5):
-        draft.step(kernel, programs, *draft.inputs, 2.5, num_warps=4)
-    made, x = draft.launch(), torch.zeros(2)
+        builder.step(kernel, programs, *builder.inputs, 2.5, num_warps=4)
+    made, x = builder.launch(), torch.zeros(2)
     for _ in range(3):
         made(x)
     assert kernel.warmed == kernel.started[:2] and len(kernel.started) == 6
@@ -245,10 +249,10 @@ def test_a_python_that_cannot_parse_in_threads_compiles_one_kernel_after_the_oth
     """CPython before 3.11.8 raised SystemError in a launch's first call: "AST constructor recursion depth mismatch"."""
     monkeypatch.setattr(compiling, "PARSES_IN_THREADS", False)
     monkeypatch.setattr(launch, "JITFunction", Compiled)
-    kernel, draft = Compiled(), Draft(torch.device("cpu"), inputs=1)
+    kernel, builder = Compiled(), LaunchBuilder(torch.device("cpu"), inputs=1)
     for programs in (3, 5):
-        draft.step(kernel, programs, *draft.inputs)
-    draft.launch()(torch.zeros(2))
+        builder.step(kernel, programs, *builder.inputs)
+    builder.launch()(torch.zeros(2))
     assert not kernel.warmed and len(kernel.started) == 2
 
 
@@ -277,15 +281,15 @@ def test_a_kernel_that_does_not_compile_leaves_the_next_launch_able_to(monkeypat
     monkeypatch.setattr(compiling, "AsyncCompileMode", Mode)
     monkeypatch.setattr(launch, "JITFunction", Compiled)
     for kind in (Wrong, Compiled, Wrong, Compiled):
-        kernel, draft = kind(), Draft(torch.device("cpu"), inputs=1)
+        kernel, builder = kind(), LaunchBuilder(torch.device("cpu"), inputs=1)
         for _ in range(2):
-            draft.step(kernel, 1, *draft.inputs)
+            builder.step(kernel, 1, *builder.inputs)
         if kind is Wrong:
             with pytest.raises(ValueError, match="does not compile"):
-                draft.launch()(torch.zeros(1))
+                builder.launch()(torch.zeros(1))
             assert not kernel.started
         else:
-            draft.launch()(torch.zeros(1))
+            builder.launch()(torch.zeros(1))
             assert len(kernel.warmed) == len(kernel.started) == 2
 
 
@@ -303,9 +307,9 @@ class Late(Compiled):
 def test_what_is_compiled_is_told_once_where_it_takes_long(monkeypatch, streams, caplog, kind):
     monkeypatch.setattr(compiling, "PATIENCE", 0.1)
     monkeypatch.setattr(launch, "JITFunction", Compiled)
-    draft = Draft(torch.device("cpu"), inputs=1)
-    draft.step(kind(), 3, *draft.inputs)
-    made = draft.launch()
+    builder = LaunchBuilder(torch.device("cpu"), inputs=1)
+    builder.step(kind(), 3, *builder.inputs)
+    made = builder.launch()
     for _ in range(2):
         made(torch.zeros(2))
     assert [record.levelname for record in caplog.records] == ["WARNING"] * (kind is Late)
@@ -315,9 +319,14 @@ def test_what_is_compiled_is_told_once_where_it_takes_long(monkeypatch, streams,
 def test_what_runs_beside_the_first_call_neither_delays_nor_breaks_it(monkeypatch, streams):
     monkeypatch.setattr(compiling, "PARSES_IN_THREADS", True)
     monkeypatch.setattr(launch, "JITFunction", Compiled)
-    kernel, draft, may_go, ran = Compiled(), Draft(torch.device("cpu"), inputs=1), threading.Event(), threading.Event()
-    draft.step(kernel, 3, *draft.inputs)
-    made = draft.launch()
+    kernel, builder, may_go, ran = (
+        Compiled(),
+        LaunchBuilder(torch.device("cpu"), inputs=1),
+        threading.Event(),
+        threading.Event(),
+    )
+    builder.step(kernel, 3, *builder.inputs)
+    made = builder.launch()
 
     def work():
         assert kernel.warmed  # Triton knows of the launch's own kernels
@@ -342,19 +351,19 @@ def test_a_kernel_that_another_thread_compiles_is_waited_for(monkeypatch, stream
 
     monkeypatch.setattr(launch, "JITFunction", Compiled)
     monkeypatch.setattr(launch, "_Start", lambda made, *rest: lambda *call: made.append(call))
-    kernel, draft = Promised(), Draft(torch.device("cpu"), inputs=1)
-    draft.step(kernel, 3, *draft.inputs)
-    made = draft.launch()
+    kernel, builder = Promised(), LaunchBuilder(torch.device("cpu"), inputs=1)
+    builder.step(kernel, 3, *builder.inputs)
+    made = builder.launch()
     for _ in range(2):
         made(torch.zeros(2))
     assert kernel.started == [(3,)]
 
 
 def test_scratch_of_nothing_is_passed_too(planned):
-    draft = Draft(torch.device("cpu"), inputs=0)
-    output = draft.buffer((2,), BF16)
-    draft.step(Kernel(), 1, draft.buffer((0, 4), torch.float32), output, 5)
-    made = draft.launch(output)
+    builder = LaunchBuilder(torch.device("cpu"), inputs=0)
+    output = builder.buffer((2,), BF16)
+    builder.step(Kernel(), 1, builder.buffer((0, 4), torch.float32), output, 5)
+    made = builder.launch(output)
     calls = planned(made)
     (output,) = made()
     ((addresses, *_),) = calls
@@ -362,10 +371,10 @@ def test_scratch_of_nothing_is_passed_too(planned):
 
 
 def test_a_launch_of_nothing_allocates_every_time():
-    draft = Draft(torch.device("cpu"), inputs=0)
-    nothing = draft.buffer((0, 4), torch.float32)
-    draft.step(Kernel(), 0, nothing)
-    launch_of_nothing = draft.launch(nothing)
+    builder = LaunchBuilder(torch.device("cpu"), inputs=0)
+    nothing = builder.buffer((0, 4), torch.float32)
+    builder.step(Kernel(), 0, nothing)
+    launch_of_nothing = builder.launch(nothing)
     for _ in range(3):
         (output,) = launch_of_nothing()
         assert output.shape == (0, 4)
@@ -373,11 +382,11 @@ def test_a_launch_of_nothing_allocates_every_time():
 
 def test_a_launch_that_was_answered_under_a_mode_holds_nothing_of_it():
     """It held tensors to allocate by: those of FakeTensorMode, and every later call of the launch failed."""
-    draft = Draft(torch.device("cpu"), inputs=0)
+    builder = LaunchBuilder(torch.device("cpu"), inputs=0)
     shapes = [(3, 5), (0, 4), (7, 1), (2, 3, 4), ()]
-    places = [draft.buffer(shape, torch.float32) for shape in shapes]
+    places = [builder.buffer(shape, torch.float32) for shape in shapes]
     with FakeTensorMode():
-        made = draft.launch(*places)
+        made = builder.launch(*places)
     outputs = made()
     assert all(type(output) is torch.Tensor and output.is_contiguous() for output in outputs)
     assert [tuple(output.shape) for output in outputs] == shapes
@@ -385,11 +394,11 @@ def test_a_launch_that_was_answered_under_a_mode_holds_nothing_of_it():
 
 def test_facts_are_all_that_a_kernel_is_specialized_on():
     x = torch.empty(4, 32, dtype=BF16)
-    same = facts(torch.empty(4, 32, dtype=BF16))
-    assert facts(x) == same and facts(None) is None
+    same = meta_of(torch.empty(4, 32, dtype=BF16))
+    assert meta_of(x) == same and meta_of(None) is None
     for other in (x.T, x[:2], x.float(), x[:, ::2], x.view(-1)[1:65].view(2, 32)):
-        assert facts(other) != same
-    assert not facts(x.view(-1)[1:65].view(2, 32)).aligned
+        assert meta_of(other) != same
+    assert not meta_of(x.view(-1)[1:65].view(2, 32)).aligned
 
 
 def test_remembered_questions_are_bounded(monkeypatch):
