@@ -124,7 +124,7 @@ def recommend(gpu: str, parameters: float, risk: str = "low", experience: str = 
         reasons.append((f"{name} is taken for a B200, which the table names", "both are data-centre Blackwells"))
     board = _board()
     while (recipe := _recipe(name, precision)) and (far := _beyond(board.get(recipe, {}))):
-        against.append((f"{recipe} ended {far} above BF16's loss, in small models", "docs/leaderboard.md"))
+        against.append((f"{recipe} ended {far} above BF16's loss, in small models", "docs/research/leaderboard.md"))
         if risk != "low":
             break
         precision = "fp8" if precision == "fp4" else "bf16"
@@ -138,7 +138,7 @@ def recommend(gpu: str, parameters: float, risk: str = "low", experience: str = 
         gain = _speed(name, parameters, other, 0.0)
         gap = ", ".join(f"{gap} % at {preset}" for preset, gap in board.get(other, {}).items())
         statement = f"{other} would be {gain:.2f} times as fast, and its loss ended {gap} above BF16's"
-        against += [(statement, "fp4engine.estimate; docs/leaderboard.md")] * (gain > 1 + ERROR)
+        against += [(statement, "fp4engine.estimate; docs/research/leaderboard.md")] * (gain > 1 + ERROR)
     if kept:
         reasons.append((f"the last {kept:.0%} of the blocks stay in BF16", "arXiv 2509.25149, section 3.1"))
     if recipe:

@@ -1,4 +1,4 @@
-"""Every test that docs/checklist.md names is there, and no test of the suite is one that cannot fail."""
+"""Every test that docs/research/checklist.md names is there, and no test of the suite is one that cannot fail."""
 
 import ast
 import re
@@ -28,7 +28,7 @@ def can_fail(function: ast.FunctionDef, others: dict[str, ast.FunctionDef], aske
 
 
 def test_named_tests_are_there() -> None:
-    named = NAMED.findall((TESTS.parent / "docs" / "checklist.md").read_text())
+    named = NAMED.findall((TESTS.parent / "docs" / "research" / "checklist.md").read_text())
     assert len(named) > 60
     for file, function in named:
         assert not function or function in functions_of(TESTS / file), f"{file}::{function}"

@@ -9,6 +9,7 @@ that is made from docstrings.
 import importlib
 import inspect
 import linecache
+import os
 import pkgutil
 import re
 import shlex
@@ -23,7 +24,11 @@ import pytest
 from fp4engine import recipe
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+DOCS = REPOSITORY / "docs"
+PAGES = [
+    REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md",
+    *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("research/*.md")),
+]  # fmt: skip
 SAVED = re.compile(r"# (?P<stem>\w+)\.py\n")
 """First line of a block that is a module of its page's others."""
 PUBLIC = (
@@ -103,8 +108,9 @@ def missing_paths(path: Path, text: str) -> list[str]:
     the path of Markdown that lies elsewhere.
     """
     links = [link for link in LINK.findall(text) if not (path.parent / link).exists()]
-    if path.parent.name == "docs":
-        links += [link for link in LINK.findall(text) if link.startswith("../") and link.endswith(".md")]
+    if path.is_relative_to(DOCS):
+        pages = [(path.parent / link).resolve() for link in LINK.findall(text) if link.endswith(".md")]
+        links += [os.path.relpath(page, path.parent) for page in pages if not page.is_relative_to(DOCS)]
     quoted = [name for name in QUOTED_PATH.findall(text) if not name.startswith(MADE_BY_RUNNING)]
     return links + [name for name in quoted if not (REPOSITORY / name).exists()]
 
@@ -187,7 +193,8 @@ def test_missing_names_are_found() -> None:
 def test_missing_paths_and_attributes_are_found() -> None:
     page = "[a](docs/index.md#x) [b](gone.md) [c](https://d.e) `fp4engine/gone.py` `runs/x` `fp4engine/ops/gemm.py`"
     assert missing_paths(REPOSITORY / "README.md", page) == ["gone.md", "fp4engine/gone.py"]
-    assert missing_paths(REPOSITORY / "docs/index.md", "[a](../README.md) [b](index.md)") == ["../README.md"]
+    assert missing_paths(DOCS / "index.md", "[a](../README.md) [b](index.md)") == ["../README.md"]
+    assert missing_paths(DOCS / "research/index.md", "[a](../../README.md) [b](../index.md)") == ["../../README.md"]
     assert missing_attributes("`fp4engine.ops.gemm` `fp4engine.Linear(3)` `fp4engine.gone.x`") == ["fp4engine.gone.x"]
 
 

@@ -1,4 +1,4 @@
-"""What one GPU sends in a step on 8 to 4,096 GPUs: the tables of docs/distributed.md, predicted from two GPUs' record.
+"""What one GPU sends in a step on 8 to 4,096 GPUs, by two GPUs' record: the tables of docs/research/distributed.md.
 
 python tools/scale_table.py            prints them
 python tools/scale_table.py --write    puts them into the page
@@ -18,7 +18,7 @@ from fp4engine.functional import make_linear_plan
 from fp4engine.recipe import zoo
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE, RESULTS = ROOT / "docs" / "distributed.md", ROOT / "benchmarks" / "results"
+PAGE, RESULTS = ROOT / "docs" / "research" / "distributed.md", ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- table: python tools/scale_table.py --write -->\n", "<!-- end of table -->\n"
 MEASURED = Architecture(20, 2048, 32, 5504, 256, fused_qkv=True)
 """The model of the record, on two GPUs."""
@@ -212,7 +212,7 @@ def tables() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="replace the tables in docs/distributed.md")
+    parser.add_argument("--write", action="store_true", help="replace the tables in docs/research/distributed.md")
     if not parser.parse_args().write:
         print(tables(), end="")
         return

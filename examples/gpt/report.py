@@ -79,7 +79,7 @@ def notes(settings: Settings, results: Sequence[Result], parameters: int) -> str
         if slower:
             lines.append(
                 f"{'; '.join(slower)}: a CPU emulates FP4 in many small operations. On a GPU kernels do it "
-                "(docs/memory-and-speed.md)."
+                "(docs/modules.md)."
             )
     if others:
         lines.append(

@@ -1,9 +1,9 @@
 """List the recipe book, show one recipe, or say how two differ.
 
 Without a name: every recipe's name, where it was published, and by how many percent the loss of a small GPT trained by
-it ended above BF16's (docs/leaderboard.md), where that has been measured. With one: the casts of the three matrix
-products, the source, the limits, and the recipe as JSON; with --kernels 90 also which kernels a GPU of that compute
-capability would run, on any machine. With two: the fields in which they differ. A recipe is a row of the book, a JSON
+it ended above BF16's, where that has been measured (docs/research/leaderboard.md). With one: the casts of the three
+matrix products, the source, the limits, and the recipe as JSON; with --kernels 90 also which kernels a GPU of that
+compute capability would run, on any machine. With two: the fields in which they differ. A recipe is a row of the book, a JSON
 file, or module:function.
 """
 
@@ -76,7 +76,7 @@ def _listing() -> str:
     columns += [[preset, *(gaps.get(name, "") for name in zoo.ZOO)] for preset, gaps in measured.items()]
     header, *rows = zip(*columns, ["", *(row.source.replace("`", "") for row in zoo.ZOO.values())], strict=True)
     lines = table(header, rows).splitlines()
-    gaps = "by how many percent a small GPT's loss ended above BF16's, and the 95% interval (docs/leaderboard.md)"
+    gaps = "by how many percent a small GPT's loss ended above BF16's; 95% intervals (docs/research/leaderboard.md)"
     about = [f"{', '.join(measured)}: {gaps}."] if measured else []
     return "\n".join([*lines[not measured :], "", *about, "fp4engine recipes NAME shows the casts of one of them."])
 

@@ -1,7 +1,7 @@
 """Say in which precision to train, and why.
 
 A published table answers first, by GPU, size, risk and experience; estimates of a step and the leaderboard of recipes
-(docs/leaderboard.md) say what they know for and against it.
+(docs/research/leaderboard.md) say what they know for and against it.
 
   fp4engine recommend B200 70B --risk some --experience advanced
 """

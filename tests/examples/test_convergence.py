@@ -414,9 +414,9 @@ def test_every_row_of_the_board_says_where_it_is_from() -> None:
 
 
 def test_the_page_holds_expectations_and_the_tables_of_the_rows_under_version_control(tmp_path: Path) -> None:
-    page = tmp_path / "docs" / "leaderboard.md"
-    page.parent.mkdir()
-    shutil.copy(run.ROOT / "docs" / "leaderboard.md", page)
+    page = tmp_path / "docs" / "research" / "leaderboard.md"
+    page.parent.mkdir(parents=True)
+    shutil.copy(run.ROOT / "docs" / "research" / "leaderboard.md", page)
     expected = page.read_text().index("## Expected, written down before the runs")
     assert expected > page.read_text().index("## Results")
     folder = tmp_path / "benchmarks" / "results" / "convergence"
@@ -425,7 +425,7 @@ def test_the_page_holds_expectations_and_the_tables_of_the_rows_under_version_co
     for preset in ("3m", "10m"):
         tables.write(["board"], PRESETS[preset], 3, folder, page)
         tables.ship(tables.load(STUDIES["board"], PRESETS[preset], 3, folder), preset, shipped)
-    assert page.read_text() == (run.ROOT / "docs" / "leaderboard.md").read_text()
+    assert page.read_text() == (run.ROOT / "docs" / "research" / "leaderboard.md").read_text()
     assert json.loads(shipped.read_text()) == json.loads(recipes.LEADERBOARD.read_text())
 
 

@@ -34,7 +34,7 @@ def test_the_certificates_of_the_repository_have_the_digests_of_the_reference(pa
 
 
 def test_the_table_of_the_page_is_that_of_the_certificates() -> None:
-    page = (FOLDER.parent / "docs" / "certificates.md").read_text(encoding="utf-8")
+    page = (FOLDER.parent / "docs" / "numerics.md").read_text(encoding="utf-8")
     begin, end = "<!-- table: fp4engine certificates certificates -->\n", "\n<!-- end of table -->"
     assert page.partition(begin)[2].partition(end)[0] == certificate.table(certificate.in_folder(FOLDER))
 

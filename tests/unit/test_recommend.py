@@ -67,7 +67,7 @@ def test_a_measured_gap_speaks_against_the_table_and_a_low_risk_heeds_it(board) 
     assert some.gap == {"10m": "+4.81 ± 0.04"} and low.gap == {"10m": "+0.33 ± 0.08"}
     for found in (some, low):
         ((statement, source),) = found.contradictions
-        assert "nvfp4 ended +4.81 ± 0.04 % (10m) above" in statement and source == "docs/leaderboard.md"
+        assert "nvfp4 ended +4.81 ± 0.04 % (10m) above" in statement and source == "docs/research/leaderboard.md"
     assert (some.last_blocks, low.last_blocks) == (0.15, 0)
     board({"nvfp4": "+4.81 ± 0.04", "mxfp8": "+1.33 ± 0.08"})
     assert fp4engine.recommend("B200", 70e9, risk="low", experience="advanced").precision == "bf16"

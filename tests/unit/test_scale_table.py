@@ -1,4 +1,4 @@
-"""The prediction for many GPUs in docs/distributed.md: its page, and the record of two GPUs that it is made of."""
+"""The prediction for many GPUs in docs/research/distributed.md, and the record of two GPUs that it is made of."""
 
 import importlib.util
 import json
