@@ -17,3 +17,5 @@ autodoc_member_order = "bysource"
 html_theme = "furo"
 html_title = f"fp4engine {release}"
 html_copy_source = False
+html_static_path = ["_static"]
+html_css_files = ["wide.css"]

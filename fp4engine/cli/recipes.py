@@ -3,8 +3,8 @@
 Without a name: every recipe's name, where it was published, and by how many percent the loss of a small GPT trained by
 it ended above BF16's, where that has been measured (docs/research/leaderboard.md). With one: the casts of the three
 matrix products, the source, the limits, and the recipe as JSON; with --kernels 90 also which kernels a GPU of that
-compute capability would run, on any machine. With two: the fields in which they differ. A recipe is a row of the book, a JSON
-file, or module:function.
+compute capability would run, on any machine. With two: the fields in which they differ. A recipe is a row of the
+book, a JSON file, or module:function.
 """
 
 import argparse
