@@ -17,8 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 import gemm
 import quantize
 
-from convergence import report as study_report
-from convergence import tensors
+from convergence import tables, tensors
 from convergence.studies import PRESETS, STUDIES
 from gpt import report as gpt_report
 from gpt.settings import Settings
@@ -61,8 +60,9 @@ def _rows(folder: Path) -> list[dict]:
 
 def _study(preset: str, study: str, path: Path) -> None:
     settings = PRESETS[preset]
-    found = study_report.load(STUDIES[study], settings, SEEDS, RESULTS / "convergence")
-    study_report.draw(study, found, settings, path)
+    found = tables.load(STUDIES[study], settings, SEEDS, RESULTS / "convergence")
+    assert found is not None, f"no runs of {study} at {preset}"
+    tables.draw(study, found, settings, path)
 
 
 def main() -> None:

@@ -219,24 +219,24 @@ def replaced(rank: int, mesh, alone):
 
 def sums(rank: int, mesh, alone):
     """Products that are not the sums by groups of this rank's own terms, from its first one on; and all products."""
-    functional = importlib.import_module("fp4engine.functional.linear")
-    product, seen = functional._gemm, []
+    eager = importlib.import_module("fp4engine.functional.eager").Eager
+    product, seen = eager.product, []
 
-    def watched(name, left, right, call, dtype, bias=None, out=None):
+    def watched(self, plan, name, left, right, dtype, bias=None, out=None):
         values = [reference.decode(side.data, side.scale_inv, side.spec) for side in (left, right)]
         alpha = reference.gemm_factor(left.amax, right.amax, left.spec.numerator * right.spec.numerator)
         expected = reference.gemm(*values, alpha, bias, dtype, "blackwell")
-        made = product(name, left, right, call, dtype, bias, out)
+        made = product(self, plan, name, left, right, dtype, bias, out)
         seen.append((name, torch.equal(bits(made), bits(expected))))
         return made
 
     block = make_block()
     parallelize_module(block, mesh, STYLES)
-    functional._gemm = watched
+    eager.product = watched
     try:
         train(block, NEAREST.replace(accumulation="blackwell"))
     finally:
-        functional._gemm = product
+        eager.product = product
     return [name for name, is_same in seen if not is_same], len(seen)
 
 
