@@ -157,8 +157,6 @@ def backward(
             grad_input = _gradient(b, plan, "dgrad", left, weight, plan.weight, kept.inp_within, cols, dtypes[0])
         if needs.wgrad:
             inp = _recalled(b, plan, "input", kept.inp, dtypes[0], rng)
-            if plan.grad_output.is_identity:  # a product in high precision, in the layer's dtype as dgrad's is
-                inp = b.in_dtype(inp, dtypes[0])
             if later:
                 grad_weight = LaterProduct(left_t, inp)
             else:

@@ -79,7 +79,7 @@ def recalled(plan, quantizer, kept: Operand, dtype: torch.dtype, rng: Tensor | N
 
 
 def product(plan, name: str, left: Operand, right: Operand, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-    if right.spec is None:  # a product in high precision is one in the dtype of its result
+    if right.spec is None and name != "wgrad":  # a weight in high precision is one in the layer's dtype
         right = Operand.dense(right.data.to(left.data.dtype if left.spec is None else dtype))
     fast = name in plan.fast_accumulation
     return ops.gemm(left, right, out_dtype=dtype, bias=bias, backend=plan.backend, fast_accumulation=fast)
