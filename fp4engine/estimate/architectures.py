@@ -46,13 +46,16 @@ def from_transformers(
     named = [task for task, made in built.items() if getattr(made, "__name__", "") in (read.architectures or ())]
     task = next(iter((*named, *built)), None)
     if task is None:
-        raise ValueError(f"transformers builds {read.model_type} for none of {', '.join(TASKS)}; estimate a module")
+        raise ValueError(
+            f"transformers builds model_type {read.model_type!r} of {path} for none of {', '.join(TASKS)}; estimate a "
+            "module with a loss instead"
+        )
     dtype = torch.bfloat16 if parameters == "bf16" else torch.float32
     try:
         with torch.device("meta"):
             model: nn.Module = mappings[task].from_config(read, dtype=dtype).train()
     except Exception as error:  # likewise
-        raise ValueError(f"transformers cannot build {read.model_type} from {path}: {error}") from error
+        raise ValueError(f"transformers cannot build model_type {read.model_type!r} from {path}: {error}") from error
 
     def loss(model: nn.Module) -> Tensor:
         tokens = torch.zeros((batch, sequence), dtype=torch.int64)
@@ -60,7 +63,9 @@ def from_transformers(
         if task == "AutoModelForSpeechSeq2Seq":
             bins, frames = getattr(read, "num_mel_bins", None), 2 * getattr(read, "max_source_positions", 0)
             if bins is None or not frames:
-                raise ValueError(f"the input of {read.model_type} is not known: estimate a module with a loss instead")
+                raise ValueError(
+                    f"the input of model_type {read.model_type!r} is not known: estimate a module with a loss instead"
+                )
             inputs = {"input_features": torch.zeros((batch, bins, frames), dtype=dtype)}
         return model(**inputs, labels=tokens).loss
 

@@ -42,7 +42,7 @@ class _Kept:
 
     Attributes:
         storage: refers to the weight's storage weakly.
-        key: identity, version and layout of the weight, and the plan.
+        key: version and layout of the weight, and the plan.
         seal: the bytes of the weight.
         made: None while the operands are made.
     """
@@ -59,14 +59,14 @@ class _Kept:
 
 
 class WeightCache:
-    """Operands of one weight, valid while the weight is the same tensor with the same bytes, under an equal plan.
+    """Operands of one weight, valid while the weight has the same memory with the same bytes, under an equal plan.
 
     Caching never changes a byte. Operands are not cached if their cast draws random bits or depends on earlier steps,
     or if their quantizer does more than cast: it may read something that is not in the weight. Nor are those of a
     subclass of tensors, whose bytes are not known here, nor those that a CUDA graph makes, in each of its replays.
 
-    What a cache can know for nothing makes it quantize the weight anew: another tensor, other memory
-    (``weight.data = ...``), another version counter. A write in place through another tensor with the same memory shows
+    What a cache can know for nothing makes it quantize the weight anew: other memory (another parameter, or
+    ``weight.data = ...``), another version counter. A write in place through another tensor with the same memory shows
     in none of these, nor does one by a fused optimizer. So the bytes of the weight are compared with those that were
     quantized, at each use, which reads the weight once. On a CPU the comparison comes first, and the weight is then
     quantized anew. A GPU compares after the host has gone on, since to wait for it would cost more than the cache
@@ -120,7 +120,7 @@ class WeightCache:
         storage, layout = _memory(weight)
         if changes or storage is None or weight.is_inference() or _is_captured(weight):
             return make()  # a weight that was made in inference mode has no version counter
-        key, kept = (id(weight), weight._version, layout, plan), self._kept
+        key, kept = (weight._version, layout, plan), self._kept
         if kept is None or not kept.has(weight, storage, key, needs_dgrad):
             gone = weakref.ref(storage, partial(_forget, weakref.ref(self)))
             kept = _Kept(gone, key, Seal(weight))

@@ -430,9 +430,9 @@ def test_what_transformers_builds_is_estimated(family: str, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("said", "config"),
     [
-        ("transformers builds vit for none of", {"model_type": "vit"}),
+        ("transformers builds model_type 'vit' of", {"model_type": "vit"}),
         ("transformers cannot read", {"model_type": "no_such_family"}),
-        ("transformers cannot build gemma", {"model_type": "gemma", "hidden_size": -1}),
+        ("transformers cannot build model_type 'gemma'", {"model_type": "gemma", "hidden_size": -1}),
     ],
 )
 def test_what_transformers_cannot_build_is_refused(said: str, config: dict, tmp_path: Path) -> None:

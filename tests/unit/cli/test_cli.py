@@ -168,7 +168,8 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], capsys) -> 
     ("content", "said"),
     [
         ("{", "is not JSON"),
-        ('{"model_type": "mamba"}', "model_type"),
+        ('{"model_type": "nonsense"}', "`nonsense`"),
+        ('{"model_type": "vit"}', "model_type 'vit'"),
         ('{"model_type": "llama", "hidden_size": 64}', "num_hidden_layers"),
         ("[]", "must hold a JSON object, got []"),
         ('{"model_type": ["llama"]}', "model_type"),
