@@ -122,8 +122,8 @@ def losses(axes: Axes, comparison: Comparison, arms: Sequence[Arm]) -> None:
     axes.legend(fontsize="small", frameon=False)
 
 
-def bars(axes: Axes, values: Mapping[str, float], noise: float, clear: Sequence[str]) -> None:
-    """What parts cost, a bar each; those that are clear of the noise in colour."""
+def bars(axes: Axes, values: Mapping[str, float], noise: float, clear: Sequence[str], measure: str) -> None:
+    """What parts cost by a measure, a bar each; those that are clear of the noise in colour."""
     names = list(values)
     finite = [value if math.isfinite(value) else 0.0 for value in values.values()]
     colors = ["#d55e00" if name in clear else "#b8b8b8" for name in names]
@@ -136,7 +136,7 @@ def bars(axes: Axes, values: Mapping[str, float], noise: float, clear: Sequence[
     axes.set(
         yticks=range(len(names)),
         yticklabels=names,
-        xlabel="loss above the baseline's if this alone follows the recipe, %",
+        xlabel=measure,
     )
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.grid(alpha=0.3, axis="x")

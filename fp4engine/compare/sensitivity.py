@@ -6,9 +6,10 @@ additions alone is the noise below which nothing is said.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -18,7 +19,7 @@ from fp4engine.compare.recorder import AGAIN, HIGH_PRECISION, Run
 from fp4engine.compare.results import read
 from fp4engine.compare.runner import Job, Runner
 from fp4engine.compare.task import Task
-from fp4engine.inspect.search import _members, _only, keeping, last_quarter
+from fp4engine.inspect.search import keeping, last_quarter, members_of, only
 from fp4engine.inspect.watch import layers_of
 from fp4engine.names import literal
 from fp4engine.recipe import Recipe
@@ -65,6 +66,8 @@ class Sensitivity:
         keep: patterns of parts to keep in high precision, of those that are clear of the noise.
         gap_then: the gap that is left with those, in percent.
         steps: of each short run.
+        divergence: by unit, how far its rounding in the forward pass moves predictions, in nats per token, by
+            :func:`fp4engine.inspect.one_pass`; empty where that is not known.
     """
 
     units: tuple[Unit, ...]
@@ -74,6 +77,19 @@ class Sensitivity:
     keep: tuple[str, ...]
     gap_then: float
     steps: int
+    divergence: Mapping[str, float] = field(default_factory=dict[str, float])
+
+    @property
+    def rank_correlation(self) -> float | None:
+        """Spearman's, of the units' gaps and divergences; None where either has no order."""
+        from scipy.stats import spearmanr  # a third of a second
+
+        gaps = [unit.gap for unit in self.units]
+        moved = [self.divergence.get(unit.name, 0.0) for unit in self.units]
+        if not self.divergence or len(set(gaps)) < 2 or len(set(moved)) < 2:
+            return None
+        result: Any = spearmanr(gaps, moved)
+        return float(result.statistic)
 
     def is_clear(self, unit: Unit) -> bool:
         """Whether what it costs is more than noise."""
@@ -121,14 +137,17 @@ def measure(task: Task, recipe: Recipe, model: nn.Module, runner: Runner) -> Sen
     """
     of = layers_of(model)
     units = units_of(of)
-    members = _members(list(of), units)
-    alone = {unit: _only(names, recipe) for unit, names in members.items()}
+    members = members_of(list(of), units)
+    alone = {unit: only(names, recipe) for unit, names in members.items()}
     products = {gemm: keeping(recipe, pair) for gemm, pair in GEMM_OPERANDS.items()}
     products = {gemm: made for gemm, made in products.items() if made != keeping(recipe, ())}
     again = [Run("short", made, 0, AGAIN) for made in (HIGH_PRECISION, recipe)]
     wanted = [HIGH_PRECISION, recipe, *alone.values(), *products.values()]
     runs = [*(Run("short", made, 0) for made in wanted), *again]
-    runner.make([Job(task, run) for run in runs], "short runs")
+    whole = runs[1]
+    runner.make([Job(task, run, looks=run is whole) for run in runs], "short runs")
+    rows = read(whole.path(runner.places.finished, task.setting())).rows
+    by_layer = {row["layer"]: row["divergence"] for row in rows if row["kind"] == "effect"}
     losses = make_run(task, runner)
     shape = {unit: sum(math.prod(of[name].weight_shape()) for name in names) for unit, names in members.items()}
     share = min(SHARE, 1 - max(shape.values()) / sum(shape.values()))
@@ -150,4 +169,5 @@ def measure(task: Task, recipe: Recipe, model: nn.Module, runner: Runner) -> Sen
         tuple(keep),
         100 * advice.measured_gap / high,
         task.steps,
+        {unit: sum(by_layer.get(name, 0.0) for name in names) for unit, names in members.items()} if by_layer else {},
     )

@@ -42,6 +42,9 @@ LOOKS = (1 / 3, 2 / 3, 1.0)
 RECORDED_ROWS = 64
 """Rows of a product that are computed in high precision for comparison."""
 
+EFFECT_PASSES = 8
+"""Batches from which the effect of each layer's rounding on the loss is estimated."""
+
 DRAWS = 4
 """Backward passes that tell the noise of a gradient from its bias."""
 
@@ -273,6 +276,20 @@ class Training:
             seen.step()
         return loss
 
+    def effects(self) -> list[dict[str, Any]]:
+        """What each layer's rounding in the forward pass does to the loss of the first batches, if that can be told."""
+        batches = [self._on_device(self.task.tokens(self.run.seed, step))[0] for step in range(EFFECT_PASSES)]
+
+        def loss(tokens: Tensor) -> Tensor:
+            with self.task.precision():
+                return self.task.loss(self.model, tokens)
+
+        positions = self.task.batch * self.task.sequence
+        with self.aside(), suppress(ValueError):  # of a recipe that is no table of casts, as in gradient_noise
+            found = inspect.one_pass(self.model, loss, batches, self.recipe, positions=positions)
+            return [{"layer": unit.name, "divergence": unit.divergence} for unit in found.ranking]
+        return []
+
 
 def _checksum(tensor: Tensor) -> int:
     """A number that any changed byte almost surely changes."""
@@ -359,7 +376,7 @@ def train(
     """Train a run to its end, or until somebody asks to stop. A finished run is left as it is.
 
     Args:
-        looks: look at some steps (:meth:`Training.look`).
+        looks: look at some steps (:meth:`Training.look`), or, before a short run, at :meth:`Training.effects`.
         keep: a file for the weights in the end.
         tell: called with the number of steps done.
     """
@@ -382,7 +399,10 @@ def train(
     )  # fmt: skip
     if not training.step:
         shutil.rmtree(recorder.records, ignore_errors=True)  # of a run that was killed before it was saved
-    looked_at = {max(round(share * task.steps), 1) - 1 for share in LOOKS} if looks else set[int]()
+    looked_at = {max(round(share * task.steps), 1) - 1 for share in LOOKS} if looks and not task.short else set[int]()
+    if looks and task.short and not training.step:
+        for row in training.effects():
+            recorder.note("effect", **row)
     pace = Pace(task.tokens_per_step)
     saved, saving = time.perf_counter(), 0.0
     pace.start()

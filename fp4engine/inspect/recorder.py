@@ -73,6 +73,7 @@ class _Stance:
 
 
 _stance = _Stance()
+eager_stance = _stance.eager
 
 
 def _rounds_alike(spec: CastSpec) -> bool:

@@ -268,13 +268,13 @@ def bisect(
         ValueError: a model without layers, a budget below 2, a tolerance below 0, a recipe without casts of its own,
             high precision that diverges itself.
     """
-    recipe = _plain(recipe)
+    recipe = plain(recipe)
     require_callable("make_run", make_run)
     require_bool("refine", refine)
     budget = require_integer("budget", budget, 2)
     if tolerance is not None and not (is_number(tolerance) and 0 <= tolerance < math.inf):
         raise ValueError(f"tolerance must be a finite number of at least 0, or None, got {tolerance!r}")
-    names = list(_flops(model))
+    names = list(flops_of(model))
     runs = _Runs(make_run, budget)
     high, low = runs.score(HIGH_PRECISION), runs.score(recipe)
     if not math.isfinite(high):
@@ -294,7 +294,7 @@ def bisect(
             search.refine()
     except OutOfBudget:
         complete = False
-    remaining, advised = search.remaining(), _without(recipe, search.blamed)
+    remaining, advised = search.remaining(), without(recipe, search.blamed)
     return Findings(high, low, tuple(search.culprits), remaining, advised, runs.count, complete)
 
 
@@ -334,7 +334,7 @@ class _Search:
     def remaining(self) -> float:
         """The gap without the culprits, by the run that :meth:`round` has kept back."""
         self._runs.kept_back = 0
-        return self._gap(_without(self._recipe, self.blamed)) if self.culprits else _difference(self._low, self._high)
+        return self._gap(without(self._recipe, self.blamed)) if self.culprits else _difference(self._low, self._high)
 
     def refine(self) -> None:
         """Try each GEMM of each single culprit alone, and each operand of the GEMMs that are to blame."""
@@ -346,7 +346,7 @@ class _Search:
             for gemm, pair in GEMM_OPERANDS.items():
                 if all(_spec(self._recipe, role, side) is None for role, side in pair):
                     continue
-                gemms[gemm] = self._gap(_only([name], keeping(self._recipe, pair)))
+                gemms[gemm] = self._gap(only([name], keeping(self._recipe, pair)))
                 self.culprits[place] = Culprit(culprit.layers, culprit.gap, dict(gemms), dict(operands))
             for gemm, caused in gemms.items():
                 if caused < threshold:
@@ -355,14 +355,14 @@ class _Search:
                     if _spec(self._recipe, role, side) is None:
                         continue
                     alone = keeping(self._recipe, [(role, side)])
-                    operands[f"{gemm} {role} {side}"] = self._gap(_only([name], alone))
+                    operands[f"{gemm} {role} {side}"] = self._gap(only([name], alone))
                     self.culprits[place] = Culprit(culprit.layers, culprit.gap, gemms, dict(operands))
 
     def _threshold(self, gap: float) -> float:
         return max(self._none, SHARE_OF_GAP * gap) if math.isfinite(gap) else self._none
 
     def _alone(self, names: Sequence[str]) -> float:
-        return self._gap(_only(names, self._recipe))
+        return self._gap(only(names, self._recipe))
 
     def _gap(self, recipe: Recipe) -> float:
         return _difference(self._runs.score(recipe), self._high)
@@ -399,12 +399,12 @@ def sensitivity(
         ValueError: as :func:`bisect`; a share outside 0..1; units that overlap or leave layers out; a budget that does
             not suffice.
     """
-    recipe = _plain(recipe)
+    recipe = plain(recipe)
     require_callable("make_run", make_run)
     if not (is_number(share) and 0.0 <= share <= 1.0):
         raise ValueError(f"share must be between 0 and 1, got {share!r}")
-    flops = _flops(model)
-    members = _members(list(flops), units)
+    flops = flops_of(model)
+    members = members_of(list(flops), units)
     budget = require_integer("budget", budget)
     if noise is not None and not (is_number(noise) and 0 <= noise < math.inf):
         raise ValueError(f"noise must be a finite number of at least 0, or None, got {noise!r}")
@@ -419,29 +419,34 @@ def sensitivity(
         raise ValueError("the run in high precision diverges too, so there is no gap to rank by")
     total = max(sum(flops.values()), 1)
     parts = {unit: sum(flops[name] for name in names) / total for unit, names in members.items()}
-    gaps = {unit: _difference(runs.score(_only(names, recipe)), high) for unit, names in members.items()}
+    gaps = {unit: _difference(runs.score(only(names, recipe)), high) for unit, names in members.items()}
     full = _difference(runs.score(recipe), high)
     if noise is None:
-        errors = [runs.noise(_only(names, recipe), HIGH_PRECISION) for names in members.values()]
+        errors = [runs.noise(only(names, recipe), HIGH_PRECISION) for names in members.values()]
         noise = max(0.0, -min(gaps.values()), statistics.median(errors))
-    switched: list[str] = []
-    left = 1.0
-    for unit in sorted(members, key=lambda unit: -gaps[unit] / parts[unit] if parts[unit] else -math.inf):
-        if gaps[unit] > noise and left - parts[unit] >= share - 1e-9:
-            switched.append(unit)
-            left -= parts[unit]
-    advised = _without(recipe, [name for unit in switched for name in members[unit]])
+    switched = to_switch(gaps, parts, share, noise)
+    advised = without(recipe, [name for unit in switched for name in members[unit]])
     ranking = sorted(members, key=lambda unit: -gaps[unit])
     return Advice(
         advised,
         tuple(Ranked(unit, gaps[unit], parts[unit], unit not in switched) for unit in ranking),
-        left,
+        1 - sum(parts[unit] for unit in switched),
         full,
         noise,
         sum(gaps[unit] for unit in members if unit not in switched),
         _difference(runs.score(advised), high),
         runs.count,
     )
+
+
+def to_switch(costs: Mapping[str, float], parts: Mapping[str, float], share: float, noise: float = 0.0) -> list[str]:
+    """Units to put in high precision, in the order of cost per FLOP, for as long as ``share`` of the FLOPs stays."""
+    switched, left = list[str](), 1.0
+    for unit in sorted(costs, key=lambda unit: -costs[unit] / parts[unit] if parts[unit] else -math.inf):
+        if costs[unit] > noise and left - parts[unit] >= share - 1e-9:
+            switched.append(unit)
+            left -= parts[unit]
+    return switched
 
 
 def keeping(recipe: Recipe, operands: Iterable[tuple[str, str]]) -> LinearRecipe:
@@ -476,7 +481,7 @@ def _spec(recipe: Recipe, role: str, side: str) -> CastSpec | None:
     return casts.rowwise if side == "rowwise" else casts.columnwise
 
 
-def _plain(recipe: Recipe | None) -> Recipe:
+def plain(recipe: Recipe | None) -> Recipe:
     require_recipe(recipe)
     recipe = recipe or get_default_recipe()
     if recipe.is_delayed:
@@ -485,7 +490,7 @@ def _plain(recipe: Recipe | None) -> Recipe:
     return recipe
 
 
-def _flops(model: torch.nn.Module) -> dict[str, int]:
+def flops_of(model: torch.nn.Module) -> dict[str, int]:
     """``name -> N K`` of every layer, by the name that recipes see; the experts of a ``GroupedLinear`` are one layer.
 
     Raises:
@@ -511,7 +516,7 @@ def _flops(model: torch.nn.Module) -> dict[str, int]:
     return flops
 
 
-def _members(names: list[str], units: Sequence[str] | None) -> dict[str, list[str]]:
+def members_of(names: list[str], units: Sequence[str] | None) -> dict[str, list[str]]:
     """``unit -> layers``."""
     if units is None:
         return {name: [name] for name in names}
@@ -527,11 +532,11 @@ def _members(names: list[str], units: Sequence[str] | None) -> dict[str, list[st
     return members
 
 
-def _only(names: Sequence[str], recipe: Recipe) -> RuledRecipe:
+def only(names: Sequence[str], recipe: Recipe) -> RuledRecipe:
     return RuledRecipe(HIGH_PRECISION, tuple(Rule(recipe, literal(name)) for name in names))
 
 
-def _without(recipe: Recipe, names: Sequence[str]) -> RuledRecipe:
+def without(recipe: Recipe, names: Sequence[str]) -> RuledRecipe:
     return RuledRecipe(recipe, tuple(Rule(HIGH_PRECISION, literal(name)) for name in names))
 
 

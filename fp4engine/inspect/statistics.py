@@ -242,15 +242,19 @@ def product_figures(
         chosen: int64, which rows of the left one are multiplied; None is all of them.
         groups: process groups whose ranks hold parts of the contracted axis, so that the product is the sum of theirs.
     """
-    left, right = sources
-    left_operand, right_operand = operands
+    left, left_operand = sources[0], operands[0]
     if chosen is not None:
         left, left_operand = left[chosen], _chosen(left_operand, chosen)
-    exact = _product(left, right)
-    both = torch.stack([exact, _quantized_product(left_operand, right_operand).sub_(exact)])
+    both = torch.stack(product_error((left, sources[1]), (left_operand, operands[1])))
     for group in groups:
         dist.all_reduce(both, group=group)
     return Figures.of(torch.linalg.vector_norm(both, dim=(1, 2), dtype=torch.float64).square())
+
+
+def product_error(sources: Sequence[Tensor], operands: Sequence[Operand]) -> tuple[Tensor, Tensor]:
+    """FP32 [rows, cols]: the product of two matrices, and what the product of their operands differs by."""
+    exact = _product(*sources)
+    return exact, _quantized_product(*operands).sub_(exact)
 
 
 def _chosen(operand: Operand, rows: Tensor) -> Operand:

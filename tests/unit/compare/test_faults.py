@@ -66,7 +66,12 @@ def test_a_hot_channel_is_found_and_changes_the_verdict(tmp_path) -> None:
     first, second, *_ = found["nvfp4"].units
     assert first.name == "blocks.1.up" and first.gap > 4 * second.gap and found["nvfp4"].is_clear(first)
     assert found["nvfp4"].keep == ("blocks.1.up",) and found["nvfp4"].gap_then < 0.5 * found["nvfp4"].gap
+    divergence = found["nvfp4"].divergence
+    assert max(divergence, key=lambda unit: divergence[unit]) == "blocks.1.up"
+    alike = found["nvfp4"].rank_correlation
+    assert alike is not None and -1 <= alike <= 1
     page = html(comparison, About("hot", sensitivity=found, keep=("lm_head",)))
+    assert "Its rank correlation with the order by short runs is" in page
     assert 'keep_high_precision=["lm_head", "blocks.1.up"])' in page
 
 
