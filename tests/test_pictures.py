@@ -1,8 +1,10 @@
 """Pictures of measured results are drawn from the rows under version control, and nothing in them hides."""
 
 import csv
+import dataclasses
 import importlib.util
 import json
+import math
 import re
 from pathlib import Path
 
@@ -93,6 +95,23 @@ def test_no_title_is_cut_off(drawn) -> None:
     drawn_titles = figure.findobj(lambda artist: isinstance(artist, Text) and artist.get_text() in titles)
     assert titles and len(drawn_titles) == len(titles)
     assert all(box.x0 >= 0 and box.x1 <= figure.bbox.x1 for box in map(Text.get_window_extent, drawn_titles))
+
+
+@pytest.mark.parametrize("tolerance", [math.inf, 1.0])
+def test_the_boards_legend_tells_a_finite_tolerance_below_the_title(tool, drawn, monkeypatch, tolerance: float) -> None:
+    draw = tool.tables.draw
+    with_tolerance = lambda name, found, *rest: draw(name, dataclasses.replace(found, tolerance=tolerance), *rest)  # noqa: E731
+    monkeypatch.setattr(tool.tables, "draw", with_tolerance)
+    figure = drawn("convergence/3m/board.png")
+    figure.canvas.draw()
+    assert not figure.axes[0].get_title()  # matplotlib would draw it over the legend
+    legend = figure.axes[0].get_legend()
+    if math.isinf(tolerance):
+        assert legend is None
+    else:
+        assert [text.get_text() for text in legend.get_texts()] == ["asked: 1%"]
+        title = next(text for text in figure.findobj(Text) if text.get_text() == figure.get_suptitle())
+        assert legend.get_window_extent().y1 <= title.get_window_extent().y0
 
 
 def test_errors_of_recipes_are_of_every_row_of_the_book() -> None:

@@ -55,9 +55,9 @@ def finals(axes: Axes, comparison: Comparison, arms: Sequence[Arm]) -> None:
     if noise:
         axes.axvspan(-noise, noise, color="#dddddd", linewidth=0, label=f"noise, ±{noise:.2f}%")
     axes.axvline(0, color="black", linewidth=0.8)
-    axes.axvline(
-        comparison.tolerance, color="#b00020", linewidth=1, linestyle="--", label=f"asked: {comparison.tolerance:g}%"
-    )
+    if math.isfinite(comparison.tolerance):
+        label = f"asked: {comparison.tolerance:g}%"
+        axes.axvline(comparison.tolerance, color="#b00020", linewidth=1, linestyle="--", label=label)
     for place, arm in enumerate(arms):
         values = [gap for gap in gaps(arm.runs, comparison.baseline.runs).values() if math.isfinite(gap)]
         gap = interval(values)
@@ -72,7 +72,8 @@ def finals(axes: Axes, comparison: Comparison, arms: Sequence[Arm]) -> None:
     )
     axes.set_ylim(max(len(arms), 1) - 0.5, -0.5)
     axes.grid(alpha=0.3, axis="x")
-    axes.legend(fontsize="small", loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize="small", loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
 
 
 def courses(axes: Axes, comparison: Comparison, arms: Sequence[Arm]) -> None:
