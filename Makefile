@@ -1,16 +1,17 @@
-# Needs Python 3.11+ and make. Every target below first brings .venv up to date with pyproject.toml and
+# Needs Python 3.11+ and make. Every target but dist and clean first brings .venv up to date with pyproject.toml and
 # requirements.lock, so `make train` and `make test` work in a fresh clone.
 PYTHON  ?= python3
 WORKERS ?= 2
 GPUS    ?= 80 86 89 90
 ARGS    ?=
+RELEASE_TOOLS := build==1.6.1 twine==7.0.0 cffconvert==2.0.0
 
 BIN       := .venv/bin
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup train test test-main interpret emulate lint format types docs aot bench gpu clean
+.PHONY: help setup train test test-main interpret emulate lint format types docs aot bench gpu dist clean
 
 help:
 	@echo "make train [ARGS=...]   train a small GPT in NVFP4 beside its BF16 twin (ARGS=--help lists the options)"
@@ -23,6 +24,7 @@ help:
 	@echo "make aot                compile the kernels ahead of time for GPUs that are not here"
 	@echo "make bench [ARGS=...]   benchmarks (a GPU makes them meaningful)"
 	@echo "make gpu                what only a GPU can show: parity, GPU tests, benchmarks, the 10m preset"
+	@echo "make dist               wheel and source distribution of the last commit, into dist/, checked and installed"
 	@echo "make clean              remove caches and build outputs; keeps .venv and runs/"
 
 setup: $(INSTALLED)
@@ -80,6 +82,22 @@ gpu: $(INSTALLED)
 	$(BIN)/python -m pytest -p no:cacheprovider -m gpu tests/modules tests/unit tests/examples
 	$(BIN)/python benchmarks/run.py
 	$(BIN)/python examples/train_gpt.py --preset 10m --name 10m
+
+# From the commit: beside it may lie files that git does not know, and a build would take them. The wheel then has to run the
+# README's example where nothing but its own dependencies is installed.
+dist:
+	rm -rf dist build
+	mkdir -p build/source
+	git archive HEAD | tar -x -C build/source
+	$(PYTHON) -m venv build/tools
+	build/tools/bin/python -m pip install --quiet --disable-pip-version-check $(RELEASE_TOOLS)
+	build/tools/bin/cffconvert --validate --infile build/source/CITATION.cff
+	build/tools/bin/python -m build --outdir dist build/source
+	build/tools/bin/twine check --strict dist/*
+	$(PYTHON) -m venv build/empty
+	build/empty/bin/python -m pip install --quiet --disable-pip-version-check -c requirements.lock dist/*.whl
+	sed -n '/^```python/,/^```$$/{/^```/d;p;}' build/source/README.md > build/readme.py
+	cd build && empty/bin/python -I readme.py
 
 clean:
 	rm -rf docs/_build dist build .pytest_cache .ruff_cache .hypothesis

@@ -7,12 +7,14 @@ import typing
 from pathlib import Path
 
 import pytest
+import yaml
 from torch import Tensor
 
 import fp4engine
 
 ROOT = Path(__file__).resolve().parents[1]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT, HATCH = PYPROJECT["project"], PYPROJECT["tool"]["hatch"]
 
 
 def test_every_library_of_an_integration_is_in_its_extra() -> None:
@@ -31,15 +33,32 @@ def test_a_bare_install_has_what_pytorch_asks_for_at_import() -> None:
 
 
 def test_a_source_distribution_has_what_tests_and_pages_refer_to() -> None:
-    target = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["sdist"]
-    assert set(target) == {"exclude"}, "a list of what goes in would leave out benchmarks, tools and the Makefile"
-    assert not [name for name in target["exclude"] if name.strip("/").split("/")[0] in ("benchmarks", "tools", "tests")]
+    assert set(HATCH["build"]["targets"]) == {"wheel"}, "a list for the sdist would leave out what a test or page names"
+    ignored = set((ROOT / ".gitignore").read_text().split())
+    assert {".venv", "runs/", "dist/", "build/", "docs/_build/", "__pycache__/"} <= ignored
 
 
-def test_the_changelog_begins_with_the_version_that_is_built() -> None:
-    headings = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+def test_a_wheel_has_the_package_and_its_marker_of_types_alone() -> None:
+    assert HATCH["build"]["targets"]["wheel"] == {"packages": ["fp4engine"]}
+    assert (ROOT / "fp4engine" / "py.typed").exists()
+
+
+def test_version_date_and_licence_are_said_alike_everywhere() -> None:
+    heading = re.search(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     version = re.escape(fp4engine.__version__)
-    assert re.fullmatch(rf"Unreleased \({version}\)|{version} \(\d{{4}}-\d\d-\d\d\)", headings[0])
+    said = re.fullmatch(rf"Unreleased \({version}\)|{version} \((\d{{4}}-\d\d-\d\d)\)", heading[1] if heading else "")
+    assert said, "the changelog begins with the version that is built"
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    released = citation.get("date-released")
+    assert (str(released) if released else None) == said[1]
+    assert (citation["title"], citation["version"]) == (PROJECT["name"], fp4engine.__version__)
+    assert (citation["license"], citation["keywords"]) == (PROJECT["license"], PROJECT["keywords"])
+    assert citation["abstract"].rstrip(".") == PROJECT["description"]
+    assert citation["authors"] == PROJECT["authors"]
+
+
+def test_the_example_that_a_release_has_to_run_is_the_readmes_only_one() -> None:
+    assert re.findall(r"^```(\w+)$", (ROOT / "README.md").read_text(), re.MULTILINE).count("python") == 1
 
 
 @pytest.mark.parametrize(
