@@ -47,8 +47,8 @@ TABLE = (
         (*HOPPER, *BLACKWELL), "bf16", "below the table's sizes, or without experience, the gain is not worth the risk"
     ),
 )
-"""Rules of thumb as they are published, without evidence of their own. They name no risk but zero, and that for Hopper
-alone; and of Blackwells B100 and B200."""
+"""Rules of thumb as published, without evidence of their own. They know one
+level of risk, zero, for Hopper alone, and two Blackwells, B100 and B200."""
 
 SOURCE = "rules of thumb, fp4engine.advice.TABLE"
 KEPT_BLOCKS = {"fp4": 0.15}

@@ -29,7 +29,7 @@ def stand_in(major: int, minor: int) -> torch.device:
 
 
 def compute_capability(device: torch.device) -> tuple[int, int]:
-    """Of a CUDA device, or of what stands for one."""
+    """``(major, minor)`` of a CUDA device, or of a stand-in for one."""
     return _stand_ins[device] if device in _stand_ins else torch.cuda.get_device_capability(device)
 
 

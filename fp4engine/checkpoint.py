@@ -67,6 +67,6 @@ def checkpoint(
 
 
 def _no_leaf(output: Any) -> Any:
-    """``output``; for a parameter that is returned as it is, a view: PyTorch makes outputs part of the graph."""
+    """``output``, or a view of it if it is a parameter: PyTorch makes outputs part of the graph."""
     is_leaf = isinstance(output, torch.Tensor) and output.is_leaf and output.requires_grad
     return output.view_as(output) if is_leaf else output

@@ -77,7 +77,7 @@ def checkpoint_pieces(model: nn.Module, state: Mapping[str, Tensor]) -> Iterable
 
 
 def _as_written(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What transformers writes for ``state``, as ``save_pretrained`` does; other models are written as they are."""
+    """What transformers writes for ``state``, as ``save_pretrained`` does; other models' names and tensors are kept."""
     if "transformers" not in sys.modules:
         return state
     from transformers import PreTrainedModel

@@ -80,7 +80,7 @@ def set_unless_set(name: str, value: str) -> None:
 
 
 def see_one_gpu(name: str) -> None:
-    """Let this process, which has not asked for CUDA yet, see one GPU: that of a word of ``CUDA_VISIBLE_DEVICES``."""
+    """Let this process, which has not asked for CUDA yet, see one GPU, given as in ``CUDA_VISIBLE_DEVICES``."""
     os.environ["CUDA_VISIBLE_DEVICES"] = name
 
 

@@ -48,10 +48,10 @@ def quantize_weights(
 ) -> StoredWeights:
     """Store the weights of converted modules below ``model`` as their codes and scales, frozen, in place.
 
-    These are the weights of what was ``nn.Linear``, ``Conv1D`` or experts in one parameter. Products are, bit for bit,
-    those of the plain weights under the same recipe. What 16x16 blocks take is 4.5 bits an element; casts that differ
-    by direction are stored for both, in 9. The other parameters stay as they are, and a weight that others share stays
-    plain. ``save_pretrained`` of transformers writes what is stored, and ``from_pretrained`` reads it once
+    These are the weights of what was ``nn.Linear``, ``Conv1D`` or experts in one parameter. Products equal, bit for
+    bit, the products of the plain weights under the same recipe. 16x16 blocks take 4.5 bits an element; casts that
+    differ by direction are stored for both, in 9 bits. The other parameters are not changed, nor is a weight that
+    others share. ``save_pretrained`` of transformers writes what is stored, and ``from_pretrained`` reads it once
     ``fp4engine.integrations.transformers`` is imported.
 
     Args:
@@ -200,7 +200,7 @@ def _quantizer(name: str, gemms: Gemms, recipe: Recipe | None) -> Any:
 
 
 class _Values:
-    """Values of parameters and buffers: the model's own, or those of ``weights``."""
+    """Values of parameters and buffers: the model's own, or from ``weights``."""
 
     def __init__(self, model: nn.Module, weights: Mapping[str, Tensor] | None) -> None:
         self._model, self._weights = model, weights

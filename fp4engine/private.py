@@ -74,7 +74,7 @@ def is_fake(x: Tensor) -> bool:
 
 
 def local_tensor(distributed: Any) -> Tensor:
-    """A DTensor's own part, where ``to_local()`` returns a view of it that has no version counter.
+    """The shard that a DTensor holds; ``to_local()`` would return a view of it without a version counter of its own.
 
     Raises:
         NotImplementedError: this PyTorch keeps it elsewhere.
@@ -86,7 +86,11 @@ def local_tensor(distributed: Any) -> Tensor:
 
 
 def set_local_tensor(distributed: Any, part: Tensor) -> None:
-    """Replace a DTensor's own part."""
+    """Let the DTensor ``distributed`` hold ``part`` as this rank's shard.
+
+    Raises:
+        NotImplementedError: this PyTorch keeps the shard elsewhere.
+    """
     local_tensor(distributed)
     distributed._local_tensor = part
 

@@ -292,8 +292,8 @@ def fp8_autocast(
 
     ``fp8_recipe`` is ``recipe`` and ``fp8_group`` is ``amax_reduction_group``; the others are the same.
 
-    It warns if it is enabled without a recipe, since TransformerEngine's default is an FP8 recipe, and that of
-    :class:`autocast` is NVFP4.
+    It warns if it is enabled without a recipe, since TransformerEngine's default is an FP8 recipe, and the
+    default of :class:`autocast` is NVFP4.
 
     Raises:
         ValueError: an argument is given under both of its names.

@@ -68,9 +68,9 @@ _STEP = Optimizer.profile_hook_step(_no_hook).__code__
 
 
 def ends_step(optimizer: Optimizer) -> bool:
-    """Whether the step of ``optimizer`` after which a hook or a listener is called is a whole one; that itself asks.
+    """Whether the ``step`` of ``optimizer`` that has called a hook is a whole one; for the hook itself to call.
 
-    The ``step`` of a subclass may call that of its base. If an object of the base has been made before, PyTorch calls
+    The ``step`` of a subclass may call its base's. If an object of the base has been made before, PyTorch calls
     post hooks after the inner ``step`` too.
     """
     line = _STEP.co_filename, _STEP.co_firstlineno

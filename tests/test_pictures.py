@@ -100,7 +100,7 @@ def test_no_title_is_cut_off(drawn) -> None:
 @pytest.mark.parametrize("tolerance", [math.inf, 1.0])
 def test_the_boards_legend_tells_a_finite_tolerance_below_the_title(tool, drawn, monkeypatch, tolerance: float) -> None:
     draw = tool.tables.draw
-    with_tolerance = lambda name, found, *rest: draw(name, dataclasses.replace(found, tolerance=tolerance), *rest)  # noqa: E731
+    with_tolerance = lambda name, found, *rest: draw(name, dataclasses.replace(found, tolerance=tolerance), *rest)
     monkeypatch.setattr(tool.tables, "draw", with_tolerance)
     figure = drawn("convergence/3m/board.png")
     figure.canvas.draw()

@@ -24,7 +24,7 @@ from fp4engine.roles import GEMMS
 _Table = dict[tuple[str, str], int]
 
 _NAMED = 8
-"""As many names fit into an error."""
+"""The most names that an error lists."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def assert_quantized(
 ) -> None:
     """Assert that ``model`` multiplies in FP4 what it was to, and that nothing multiplies unseen.
 
-    Without ``min_fraction``: every linear module that ``recipe`` plans in FP4 ran, those of its GEMMs that ran did so
+    Without ``min_fraction``: every linear module that ``recipe`` plans in FP4 ran, each of its GEMMs that ran did so
     in the planned formats, and every other matrix of the model is kept in high precision by name. With it: at least
     this share of the FLOPs ran in FP4; with a ``step`` of all FLOPs, without one of those in linear modules, which then
     have to be all that multiplies by a matrix.
@@ -150,7 +150,7 @@ def assert_quantized(
         recipe: the recipe that was in force; None takes the modules' own, and ``get_default_recipe()`` where they have
             none, as :func:`~fp4engine.convert` does for its plan.
         keep_high_precision: patterns over names of linear modules, of other matrices and of operators
-            (``"flash_attn::*"``) that are known to multiply in high precision; those of ``convert`` will do.
+            (``"flash_attn::*"``) that are known to multiply in high precision; the patterns given to ``convert`` fit.
 
     Raises:
         AssertionError: it is not so; the message names what ran otherwise, or cannot be seen.

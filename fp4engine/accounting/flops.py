@@ -69,7 +69,7 @@ def _convolution_backward(
 ) -> int:
     """As much as forward for each of grad_input and grad_weight: the weight [C, K / groups, ...] meets every place.
 
-    The places are those of the output, and of the input where the convolution is transposed.
+    Places are counted in the output, or in the input if the convolution is transposed.
     """
     places = inp if transposed else grad
     return 2 * places[0] * math.prod(places[2:]) * math.prod(weight) * sum(needs[:2])

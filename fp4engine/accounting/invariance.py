@@ -11,15 +11,15 @@ from fp4engine.recipe.base import require_recipe
 from fp4engine.roles import QuantizerRole
 
 _NAMED = 3
-"""As many modules fit into an error."""
+"""The most modules that an error lists."""
 
 
 def batch_dependence(model: nn.Module, recipe: Recipe | None = None) -> dict[str, str]:
     """``module -> cast of its input`` of the modules whose output for one token depends on the other tokens.
 
-    An input under one outer scale of the whole tensor is scaled by the largest value of all tokens: those of other
-    sequences in the batch, and later ones of its own. So is not an input with outer scales by row, without an outer
-    scale, or, in evaluation, under delayed scaling.
+    An input under one outer scale of the whole tensor is scaled by the largest value of all tokens,
+    also of other sequences in the batch and of later tokens in its own. So is not an input with outer scales by row,
+    without an outer scale, or, in evaluation, under delayed scaling.
 
     Args:
         recipe: the recipe in force; None takes the modules' own. A module without any multiplies in high precision.

@@ -14,7 +14,7 @@ from fp4engine.recipe import Recipe, RuledRecipe, ScheduledRecipe
 from fp4engine.recipe.linear import GEMM_OPERANDS
 
 DTYPE = torch.bfloat16
-"""Of the tensors that are cast, and of the results."""
+"""Dtype of the tensors that are cast, and of the products' results."""
 
 
 def kernels_of(recipe: Recipe, major: int, minor: int) -> str:

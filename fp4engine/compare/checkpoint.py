@@ -133,7 +133,7 @@ def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *m
 
 @torch.no_grad()
 def load_weights(model: nn.Module, path: Path) -> None:
-    """Put the tensors of a safetensors file into those of `model` that training changes.
+    """Load a safetensors file into the tensors of `model` that training changes.
 
     Raises:
         ValueError: the file has other names or shapes.

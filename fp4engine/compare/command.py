@@ -33,7 +33,7 @@ EVALUATIONS = 10
 """Validations of a run."""
 
 GPU = "B200"
-"""On which a step is estimated."""
+"""The GPU for which a step is estimated."""
 
 RATES = {"random": 1e-3, "pretrained": 2e-5, "lora": 2e-4}
 """Peak learning rates, unless asked otherwise."""
@@ -164,7 +164,7 @@ def _without_memory(task: TextTask) -> nn.Module:
 
 
 def jobs_of(task: TextTask, recipes: Mapping[str, Recipe], seeds: int, noise: int, weights: Path) -> list[Job]:
-    """All runs, those of one seed after those of the one before, and last what is run again."""
+    """All runs in their order: seed by seed, the baseline first, and last the repeats that measure noise."""
     first = next(iter(recipes))
     jobs: list[Job] = []
     for seed in range(seeds):
@@ -236,7 +236,7 @@ def _sensitivity(
     runner: Runner,
     places: Places,
 ) -> dict[str, Sensitivity | str]:
-    """By label, or why there is none."""
+    """``label of a recipe -> its sensitivity``, or a string that says why there is none."""
     if not weights.exists():
         return dict.fromkeys(recipes, f"the weights that the baseline ended with, {weights}, are not there any more")
     steps = arguments.sensitivity
@@ -303,7 +303,7 @@ def _plan(
 
 
 def _own_spread(finished: Sequence[Result], parameters: int, tokens: int) -> plan.Spread | None:
-    """Of runs that have finished, where two seeds of a recipe have."""
+    """The spread of losses in the runs ``finished``; None unless two seeds of a recipe have finished."""
     comparison = compare(finished, math.inf)
     return spread_of(comparison, "own", parameters, tokens)
 

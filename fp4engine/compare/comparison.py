@@ -74,13 +74,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A baseline and recipes.
+    """The runs of a baseline and of the recipes that are compared with it.
 
     Attributes:
-        baseline: its runs.
-        arms: of the recipes, in the order in which they are shown.
-        tolerance: the largest gap to accept, in percent.
-        setting: what all runs share.
+        baseline: the baseline's runs.
+        arms: each recipe's runs, in the order in which recipes are shown.
+        tolerance: the largest gap to accept, in percent of the baseline's loss.
+        setting: the settings that all runs have in common.
     """
 
     baseline: Arm
@@ -90,17 +90,17 @@ class Comparison:
 
     @property
     def results(self) -> list[Result]:
-        """All runs."""
+        """The results of all runs: the baseline's, the recipes' and the repeated ones."""
         arms = (self.baseline, *self.arms)
         return [run for arm in arms for runs in (arm.runs, arm.again) for run in runs.values()]
 
     @property
     def noise(self) -> list[float]:
-        """See :func:`fp4engine.compare.statistics.noise`."""
+        """Gaps in percent between runs that were repeated, see :func:`fp4engine.compare.statistics.noise`."""
         return statistics.noise([(arm.runs, arm.again) for arm in (self.baseline, *self.arms)])
 
     def verdict(self, arm: Arm) -> Verdict:
-        """On one recipe."""
+        """Whether the recipe of ``arm`` trains as well as the baseline, within :attr:`tolerance`."""
         return statistics.verdict(arm.runs, self.baseline.runs, self.tolerance)
 
     @property
@@ -110,7 +110,7 @@ class Comparison:
         return min(codes, key=(statistics.DOES_NOT, statistics.CANNOT_TELL, statistics.TRAINS).index)
 
     def rows(self) -> list[Row]:
-        """The table's: baseline, recipes, and what was run again."""
+        """The rows of the table: the baseline, every recipe, and the runs that were repeated to measure noise."""
         found = [self._row(self.baseline, self.baseline.runs, BASELINE)]
         found += [self._row(arm, arm.runs, "recipe") for arm in self.arms]
         return found + [self._row(arm, arm.again, "noise") for arm in (self.baseline, *self.arms) if arm.again]
@@ -237,5 +237,5 @@ def compare(results: Iterable[Result], tolerance: float, labels: Sequence[str] =
 
 
 def number(value: float | None, form: str = "z.2f") -> str:
-    """As text; a dash for none, and for what is not finite."""
+    """``value`` formatted by ``form``; a dash if it is None, infinite or NaN."""
     return "–" if value is None or not math.isfinite(value) else format(value, form)

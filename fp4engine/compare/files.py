@@ -11,7 +11,7 @@ from typing import Any
 LOCK = "lock"
 
 MOST_LETTERS = 400
-"""Of somebody else's error that are told."""
+"""The most characters of another library's error that a message quotes."""
 
 
 class InputError(ValueError):

@@ -100,7 +100,7 @@ def duration(seconds: float) -> str:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Forget earlier peaks, where the system can: CUDA and Linux."""
+    """Let :func:`peak_memory` count from now on. On a CPU without Linux it counts from the process's start."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif CLEAR_PEAK.exists():
@@ -108,7 +108,7 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: the peak of CUDA's allocator, or of the resident size of this process."""
+    """Peak memory in bytes: what CUDA's allocator held on a GPU, the resident size of this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if STATUS.exists():

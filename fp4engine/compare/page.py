@@ -280,7 +280,7 @@ def _estimates(about: About) -> dict[str, Any]:
 
 
 def _tokens(comparison: Comparison) -> int:
-    """That each run was trained on; 0 where that is not known."""
+    """Number of tokens that each run was trained on; 0 if it is not known."""
     run = next(iter(comparison.baseline.runs.values()))
     return run.end.get("steps", 0) * (run.header.get("tokens_per_step") or 0)
 

@@ -17,7 +17,7 @@ from fp4engine.compare.results import Result
 from fp4engine.compare.statistics import gaps, interval, root_mean_square
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7a5195", "#8c564b")
-"""Of recipes, in their order; told apart by colour-blind readers too (Okabe and Ito)."""
+"""Colours of recipes, in their order; colour-blind readers tell them apart too (Okabe and Ito)."""
 
 BASELINE_COLOR = "#333333"
 SMOOTHED = 40
@@ -45,7 +45,7 @@ def _without_size(text: str) -> str:
 
 
 def color_of(place: int) -> str:
-    """Of the recipe at that place."""
+    """The colour of the recipe at ``place``, counted from 0; colours repeat after the last."""
     return COLORS[place % len(COLORS)]
 
 

@@ -36,7 +36,7 @@ class Spread:
 
 
 def known_spreads() -> list[Spread]:
-    """Those of this project's runs, the smallest model first."""
+    """The spreads that this project has measured, the smallest model first."""
     rows = json.loads(SPREADS.read_text(encoding="utf-8"))["rows"]
     return sorted((Spread(**row) for row in rows), key=lambda spread: (spread.parameters, spread.tokens))
 

@@ -128,7 +128,7 @@ def _series(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[tuple[int, fl
 def _of_november(
     path: Path, header: dict[str, Any], rows: list[dict[str, Any]]
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Header and rows as they are written now, of a file of ``examples/convergence`` before there was a key."""
+    """Header and rows in the present format, of a file that ``examples/convergence`` wrote before there was a key."""
     try:
         setting = dict(header["settings"])
         seed = setting.pop("seed")

@@ -82,7 +82,7 @@ def gaps(runs: BySeed, baseline: BySeed, share: float = 1.0) -> dict[int, float]
 
 
 def differences(runs: BySeed, others: BySeed, baseline: BySeed) -> dict[int, float]:
-    """Gap of ``runs`` minus that of ``others`` at the same seed, in percentage points, by seed."""
+    """``seed -> gap of runs minus gap of others`` at the same seed, in percentage points."""
     first, second = gaps(runs, baseline), gaps(others, baseline)
     shared = [seed for seed in first if seed in second]
     return {seed: first[seed] - second[seed] if first[seed] != second[seed] else 0.0 for seed in shared}

@@ -49,7 +49,8 @@ class Task:
         device: ``"cpu"`` or ``"cuda"``.
         compile: whether ``torch.compile`` compiles the loss.
         cuda_graph: whether a step is captured in a CUDA graph, which gives the same bytes.
-        start: a file of safetensors with the weights to begin from, and its digest; None for those of :meth:`model`.
+        start: a file of safetensors with the weights to begin from, and its digest; None begins from :meth:`model`'s
+            own.
         short: one learning rate for all steps, no validation, and nothing is examined.
     """
 
@@ -144,7 +145,7 @@ class Task:
         return self.learning_rate if self.short else learning_rate(step, self.steps, self.learning_rate)
 
     def precision(self) -> Any:
-        """The region in which high precision is BF16 on a GPU; on a CPU it is FP32."""
+        """The context in which a run computes: ``torch.autocast`` to BF16 on a GPU, and nothing, so FP32, on a CPU."""
         if self.device == "cpu":
             return nullcontext()
         return torch.autocast("cuda", torch.bfloat16, cache_enabled=False)

@@ -127,7 +127,7 @@ class Training:
 
     @contextmanager
     def alone(self) -> Generator[None]:
-        """On this run's CUDA stream, drawing from its random stream."""
+        """The context in which this run computes: its own CUDA stream and its own random stream."""
         with ExitStack() as stack:
             if self.stream is not None:
                 stack.enter_context(torch.cuda.stream(self.stream))
@@ -181,7 +181,10 @@ class Training:
             return loss.clone()
 
     def _do(self, name: str, work: Callable[[Recipe], Tensor]) -> Tensor:
-        """``work`` by the recipe in force, as a CUDA graph where that was asked for. Delayed scaling stays eager."""
+        """The result of ``work``, called with the recipe in force; a CUDA graph if the task sets ``cuda_graph``.
+
+        Delayed scaling, and the first calls of every kind of work, run eagerly.
+        """
         recipe = self.recipe
         key = name, self.task.phase(self.run, min(self.step, self.task.steps - 1))
         self.seen[key] += 1
@@ -299,11 +302,11 @@ def _checksum(tensor: Tensor) -> int:
 
 
 def gradient_noise(training: Training, recipe: Recipe) -> list[dict[str, Any]]:
-    """How far the gradients of the next step are from those of a backward pass in high precision, by parameter.
+    """How far the next step's gradients are from the gradients of a backward pass in high precision, by parameter.
 
-    With g the gradient whose forward pass follows the recipe and whose backward products do not, and g_d that of draw d
-    of the recipe: ``ratio`` is ``rms(g) / rms(g_d - g)``, to be held against sqrt(3); ``noise`` the spread of g_d, and
-    ``bias`` the distance of their mean from g, both over ``|g|``.
+    Let g be the gradient with the recipe's forward pass and backward products in high precision, and g_d the gradient
+    under the recipe's draw d. Then ``ratio`` is ``rms(g) / rms(g_d - g)``, to be compared with sqrt(3); ``noise`` is
+    the spread of the g_d, and ``bias`` the distance of their mean from g, both divided by ``|g|``.
 
     Source: arXiv 2505.19115 (training becomes less effective where the ratio falls below sqrt 3).
     """

@@ -238,7 +238,7 @@ def _leave_plain(module: nn.Module, state: dict[str, Any], prefix: str, local_me
     """Let each ShardedWeight in a ``state_dict`` be a plain tensor with the same memory and version counters.
 
     A write into a DTensor moves the counter of the DTensor alone, which is the parameter's, and a write into its shard
-    that of the shard alone.
+    moves the shard's counter alone.
     """
     for name, parameter in module._parameters.items():
         value = state.get(prefix + name)

@@ -51,7 +51,7 @@ version of the parameter alone.
 
 
 State = tuple[int, Version]
-"""A weight's state: how often it was forgotten, and its version. Another state is that of other values."""
+"""A weight's state: how often it was forgotten, and its version. Equal states mean equal values."""
 
 
 class Sent(NamedTuple):
@@ -72,7 +72,7 @@ class Sent(NamedTuple):
 class GatherableWeights:
     """All weights of a model that are gathered as codes: their outer amaxes, and their casts.
 
-    When the amax or cast of one weight is asked for, those of many are made at once. They are forgotten when the weight
+    When one weight's amax or cast is needed, many weights' are made at once. They are forgotten when the weight
     is written to, through PyTorch's dispatcher or in memory that ``state_dict`` handed out, and when a ``torch.optim``
     optimizer steps that has it. All ranks write alike, so they forget alike and reduce the same amaxes next. An
     optimizer of other parameters may exist on one rank alone, and nothing is forgotten when it steps.
@@ -243,11 +243,11 @@ class GatherableWeight:
         self._reduced = self._sent = None
 
     def know(self, reduced: ReducedAmaxes, index: int, version: Version) -> None:
-        """Note that the amax at ``index`` of ``reduced`` is that of the weight while it has this version."""
+        """Record that ``reduced`` has the weight's amax at ``index``, while the weight has this version."""
         self._reduced, self._version = (reduced, index), version
 
     def is_known(self, parameter: DTensor) -> bool:
-        """Whether the known amax is that of ``parameter``, the sharded weight, as it is now."""
+        """Whether the known amax belongs to the present values of ``parameter``, the sharded weight."""
         shard: Any = local_tensor(parameter)  # .to_local() returns a view, which has no version counter of its own
         version = shard.serial, parameter._version, shard.values._version
         return self._reduced is not None and version == self._version
@@ -285,8 +285,8 @@ class GatherableWeight:
     def sent(self, values: Tensor, dtype: torch.dtype, module: torch.nn.Module) -> Sent:
         """Codes, one scale per block, and outer amax of a shard in ``dtype``, for ``module``, whose weight it is of.
 
-        They are kept until the weight changes, so backward and further microbatches send what forward sent. Those of a
-        copy that FSDP2 has just brought from the CPU are not kept, since offloading is to free that memory.
+        They are kept until the weight changes, so backward and further microbatches send what forward sent. A copy
+        that FSDP2 has just brought from the CPU keeps none, since offloading is to free that memory.
 
         Raises:
             ValueError: the module has another parameter than FSDP2 shards.
@@ -328,9 +328,9 @@ class GatherableWeight:
 class PreAllGather:
     """The function of a shard that FSDP2 calls before a gather.
 
-    FSDP2 asks for its signature at every call. Deriving that of a method takes longer than sending kept codes, so this
-    is a callable object with the signature stored. It refers to the shard's values and not to the shard, which refers
-    to it, and which ``module.to`` could not swap for another if it were referred to weakly.
+    FSDP2 asks for its signature at every call. Deriving a method's signature takes longer than sending kept codes, so
+    this is a callable object with the signature stored. It refers to the shard's values and not to the shard, which
+    refers to it, and which ``module.to`` could not swap for another if it were referred to weakly.
     """
 
     def __init__(self, values: Tensor, weight: GatherableWeight | None) -> None:
@@ -402,7 +402,7 @@ class ShardedWeight(torch.Tensor):
         if self.weight is not None:
             self.weight.forget()
 
-    data = property(torch.Tensor.detach, _set_data)  # torch's own setter would leave the values as they are
+    data = property(torch.Tensor.detach, _set_data)  # torch's own setter would not change the values
 
     def data_ptr(self) -> int:
         """The address of the values: libraries tell parameters apart by it, and torch's own is 0 for all."""

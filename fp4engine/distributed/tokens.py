@@ -41,10 +41,10 @@ def all_to_all_tokens(
         output_splits: how many rows come from each rank, as in that rank's ``input_splits``.
         input_splits: how many rows go to each rank; they add up to M.
         group: None is all ranks.
-        quantizer: how tokens are cast for the way; None sends them as they are. Every token has to be cast by itself,
+        quantizer: how tokens are cast for the way; None sends them uncast. Every token has to be cast by itself,
             as ``NVFP4Quantizer(row_scaled_nvfp4=True)`` does. All ranks give an equal one.
-        grad_quantizer: the same for their gradients, which ``stochastic_rounding=True`` suits. Random bits are those of
-            this process.
+        grad_quantizer: the same for their gradients, which ``stochastic_rounding=True`` suits. Random bits are
+            this process's.
 
     Returns:
         [sum(output_splits), K], in the dtype of ``tokens``.

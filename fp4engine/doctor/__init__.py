@@ -50,7 +50,7 @@ DIGESTS = {
 """SHA-256 of what the reference makes of the three roles under each recipe, see :func:`reference_digest`."""
 
 NATIVE_PATHS = ("dot_scaled", "scaled_mm")
-"""By which FP4 tensor cores are reached."""
+"""Names of the two ways to FP4 tensor cores: Triton's and PyTorch's."""
 
 RNG = (1234, 5)
 """``(seed, draw)`` of every stochastic cast."""
@@ -240,7 +240,7 @@ def cast_input() -> Tensor:
 
 
 def exact_input(rows: int, cols: int, seed: int) -> Tensor:
-    """BF16 [rows, cols] of E2M1 values, a 6 in each block and tile: NVFP4 casts leave it as it is.
+    """BF16 [rows, cols] of E2M1 values, a 6 in each block and tile: NVFP4 casts do not change it.
 
     Both operands of a product decode to such values, and sums of at most 16,384 of their products are exact in FP32.
     """

@@ -1,8 +1,8 @@
 """What a machine computes, as digests and raw results in one small JSON file, and a table of many such files.
 
 A certificate holds digests of casts, of stochastic rounding, of rotations and of products, and the answers of every
-product to :mod:`fp4engine.doctor.order`. Two machines that compute alike have the same digests. Those of the reference
-are in ``reference.json`` beside this file.
+product to :mod:`fp4engine.doctor.order`. Two machines that compute alike have the same digests. The
+digests of the reference are in ``reference.json`` beside this file.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ from fp4engine.roles import TENSOR_TYPES
 from fp4engine.version import __version__
 
 FORMAT = 1
-"""Of the file; another number is another format."""
+"""Version of the file's format."""
 
 SIZES = (256, 272, 2064)
 """M, N, K of the products: large enough for the kernel of large outputs, the last group a short one."""
@@ -217,7 +217,7 @@ def digests_of(certificate: Mapping[str, Any]) -> dict[str, str]:
 
 @cache
 def reference_digests() -> dict[str, str]:
-    """Those of the reference."""
+    """The digests of the reference, as :func:`digests_of` names them, from ``reference.json``."""
     return json.loads(REFERENCE.read_text(encoding="utf-8"))
 
 

@@ -18,7 +18,7 @@ def from_transformers(
 ) -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
     """The model of a Hugging Face configuration, on ``meta``, and its loss, for :func:`fp4engine.estimate.estimate`.
 
-    Language models and sequence-to-sequence models get ``batch`` rows of ``sequence`` tokens; those of speech
+    Language models and sequence-to-sequence models get ``batch`` rows of ``sequence`` tokens; speech models
     ``sequence`` tokens for the decoder, and as much audio as the encoder has positions for.
 
     Args:

@@ -27,8 +27,8 @@ class Architecture:
         gated: whether the MLP has a gate (SwiGLU: three matrices) or not (two).
         norm: ``"rmsnorm"`` or ``"layernorm"``.
         bias: whether the linear layers have one.
-        qkv_bias, projection_bias: whether those of query, key and value have one, and that behind the attention; None
-            is as ``bias``.
+        qkv_bias, projection_bias: whether the layers of query, key and value, and the layer after attention, have a
+            bias; None is as ``bias``.
         head_norm: whether each head of query and key goes through an RMSNorm, whose weight the heads share.
         tied: whether the head shares the embedding's weight.
         fused_qkv: whether query, key and value come from one matrix.

@@ -99,7 +99,7 @@ class Host:
 
 HOST = Host(nvfp4=290, fp8=447)
 """Of benchmarks/results/host.json: one H200, torch 2.11.0, Triton 3.6.0, 2026-11-23. `nn.Linear` took 114 there, and
-148 on the machine of step.json, of the same day: a host is as fast as it is."""
+148 on the machine of step.json on the same day: hosts differ that much."""
 
 CUDA_RESERVE = 2**30
 """Bytes that an answer of "fits" leaves free for CUDA's own context and for fragmentation: an assumption."""

@@ -54,12 +54,12 @@ class Request:
 
     @property
     def tokens(self) -> int:
-        """Of one GPU's step."""
+        """Tokens that one GPU reads in a step."""
         return self.batch * self.sequence
 
     @property
     def stored(self) -> int:
-        """Bytes of a parameter of which FSDP keeps a shard."""
+        """Bytes of one element of a stored parameter: 4 in FP32, 2 in BF16."""
         return 4 if self.parameters == "fp32" else 2
 
     def state_bytes(self, itemsize: int) -> float:
@@ -70,7 +70,11 @@ class Request:
 def require_settings(
     batch: int, sequence: int, fsdp: int, tp: int, lora_rank: int, parameters: str, optimizer: str, gpu: str
 ) -> tuple[int, int, int, int, int]:
-    """The first five as ``int``. Raise a ValueError unless these are sizes that can be, and words are known ones."""
+    """``batch``, ``sequence``, ``fsdp``, ``tp`` and ``lora_rank`` as ``int``.
+
+    Raises:
+        ValueError: one of them is no integer in its range, or ``parameters``, ``optimizer`` or ``gpu`` is unknown.
+    """
     sizes = (
         require_integer("batch", batch, 1, LARGEST),
         require_integer("sequence", sequence, 1, LARGEST),
@@ -103,7 +107,7 @@ def without_memory(model: nn.Module) -> nn.Module:
 
 
 def of_sizes(sizes: Architecture, keep: tuple[str, ...], step: dict[str, Any]) -> Request:
-    """The request for a decoder of ``sizes``, those of one rank; ``keep`` and ``step`` are the rest of it."""
+    """The request for one rank's part of a decoder, of ``sizes``; ``keep`` and ``step`` are its other fields."""
     rank, tokens = step["lora_rank"], step["batch"] * step["sequence"]
     if sizes.positions and step["sequence"] > sizes.positions:
         raise ValueError(f"sequence must be at most {sizes.positions}, the model's positions, got {step['sequence']}")

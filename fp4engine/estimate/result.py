@@ -47,7 +47,7 @@ class Estimate:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of one GPU."""
+        """Tokens per second of one GPU."""
         return self.tokens / self.seconds
 
     @property

@@ -22,7 +22,7 @@ ALIGNMENT = 512
 
 @dataclass
 class Traffic:
-    """What the operators of a step move and multiply, those of fp4engine left out.
+    """What the operators of a step move and multiply, without fp4engine's own operators.
 
     Attributes:
         bytes_moved: read and written by operators that are no matrix products.

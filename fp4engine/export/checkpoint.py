@@ -64,10 +64,10 @@ class ExportedLayer:
         name: the module's dotted name in checkpoints.
         shape: (N, K).
         cast: the weight's cast, in words.
-        amax: outer amax that the weight was scaled by: that of its group, if it shares scales. In a form without
+        amax: outer amax that the weight was scaled by, which is its group's if it shares scales. In a form without
             outer scales, the weight's largest magnitude.
         own_amax: outer amax of the weight itself. Gate and up of an expert, which the model multiplies as one matrix,
-            have that of both.
+            have one amax in common.
         error: ``|decoded - weight| / |weight|`` (Frobenius) of what was written.
         added_error: ``error`` less the error under the weight's own amax, which is what sharing a scale costs; 0 if
             ``amax`` is its own, so that the bytes are those that trained.
@@ -177,10 +177,10 @@ def export_checkpoint(
 
         value = element * block scale * (amax / numerator)
 
-    Codes and scales are those of the weight operand in the recipe's forward pass, bit for bit; 16x16 tiles repeat their
+    Codes and scales equal the weight operand of the recipe's forward pass, bit for bit; 16x16 tiles repeat their
     scale in each row. Siblings that servers multiply as one matrix share their largest amax, so those with a smaller
     one are cast again by it: the report has the error that this adds. Experts that transformers holds in one parameter
-    are written one by one, as in the model's own checkpoints. All other tensors stay as they are.
+    are written one by one, as in the model's own checkpoints. All other tensors are written unchanged.
 
     The checkpoint is written to a hidden directory beside ``directory`` and moved into place as the last step.
 
@@ -191,8 +191,8 @@ def export_checkpoint(
         recipe: what the model was trained by; None takes the recipe that each module was converted with.
         inputs: how servers cast inputs to NVFP4 or FP8; needed if the recipe casts them so: amaxes by layer from
             :func:`calibrate`, ``"dynamic"`` (NVFP4 under an outer scale of 1, FP8 by token), or ``"high_precision"``,
-            which also leaves inputs of other forms as they are (W4A16).
-        keep_high_precision: patterns as in :func:`fp4engine.convert`: modules to write as they are.
+            which casts no inputs of other forms either (W4A16).
+        keep_high_precision: patterns as in :func:`fp4engine.convert`, of modules to write in high precision.
         shared_scales: names of siblings that share outer scales; ``()`` shares none.
         requantize: True casts weights and inputs that no form holds to nearest NVFP4; ``"lossless"`` writes weights in
             MXFP4 as NVFP4 of the same values. The report says so.

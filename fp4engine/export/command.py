@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         default=["lm_head"],
         metavar="PATTERN",
-        help="modules to write as they are (default: lm_head)",
+        help="modules to write in high precision (default: lm_head)",
     )
     parser.add_argument("--no-shared-scales", action="store_true", help="give q/k/v and gate/up a scale each")
     parser.add_argument(

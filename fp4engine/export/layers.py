@@ -46,7 +46,7 @@ class ExportLayer:
         group: names of the layers that share this one's outer scales, itself included.
         operand: names of the layers whose rows, in this order, make one operand of the model, itself included.
         transposed: True if checkpoints have it as [K, N] in high precision, as they do ``Conv1D``.
-        requantized: why the casts are not those of the recipe; empty if they are.
+        requantized: why the casts differ from the recipe's; empty if they do not.
     """
 
     name: str
@@ -112,7 +112,7 @@ def export_layers(
     shared_scales: Iterable[Sequence[str]],
     requantize: Requantize,
 ) -> tuple[dict[str, ExportLayer], dict[str, str]]:
-    """``(name -> layer, name -> why the module stays as it is)`` of everything by which ``model`` multiplies.
+    """``(name -> layer, name -> why a module is not quantized)`` for every module of ``model`` that multiplies.
 
     Both have the names of modules in checkpoints.
 

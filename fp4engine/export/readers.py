@@ -32,10 +32,10 @@ class Reading:
         reader: its name and version.
         verdict: ``"agrees"``, ``"differs"``, ``"cannot load"`` or ``"not run"``.
         why: what differs, or fails, or is left out; may be empty.
-        blocks: ``block -> |read - meant| / |meant|`` (Frobenius) of its output in FP32 with inputs in high precision,
-            in the order in which blocks run.
-        logits: that of the logits; None if none were computed.
-        as_served: that of the logits as the reader computes them: in BF16, with the casts of inputs that it knows.
+        blocks: ``block -> |read - meant| / |meant|`` (Frobenius) of the block's output in FP32, with inputs in high
+            precision, in the order in which blocks run.
+        logits: the same relative difference of the logits; None if none were computed.
+        as_served: the same of the logits that the reader computes in BF16, with the casts of inputs that it knows.
     """
 
     reader: str
@@ -243,7 +243,7 @@ def run(model: Any, batch: Mapping[str, Any]) -> Tensor:
 
 
 def compare_runs(meant: Any, read: Any, batch: Mapping[str, Any]) -> tuple[dict[str, float], float]:
-    """``(block -> relative difference of its output, that of the logits)`` of two models of one class."""
+    """Relative differences of two models of one class: ``(block -> its output's, the logits')``."""
     outputs: list[dict[str, Tensor]] = []
     logits: list[Tensor] = []
     for model in (meant, read):

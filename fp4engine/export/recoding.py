@@ -78,7 +78,7 @@ def recode_checkpoint(
 
     The files are those that Model-Optimizer writes of gpt-oss: experts of a layer in one tensor, codes uint8
     [E, K/2, N] and block scales E4M3 [E, K/16, N] under ``_weight_scale``, one outer scale under ``_weight_scale_2``.
-    All values that they decode to are compared with those of the source. Transformers 5.23 and vLLM (its issue 46641)
+    All values that they decode to are compared with the source's values. Transformers 5.23 and vLLM (its issue 46641)
     read experts of gpt-oss in MXFP4 only.
 
     Args:

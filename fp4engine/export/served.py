@@ -287,13 +287,13 @@ class _FixedAmax(Quantizer):
         return fixed if rowwise else None, fixed if columnwise else None
 
     def quantize(self, x: Any, **arguments: Any) -> QuantizedTensor:
-        """As any quantizer, by the one amax."""
+        """As :meth:`Quantizer.quantize`, with :attr:`amax_of_all` as the outer amax of every tensor."""
         fixed, _ = self.amax(x)
         return super().quantize(x, **arguments | {"rowwise_amax": fixed})
 
 
 def _without_inputs(model: nn.Module, recipe: Recipe | None) -> Recipe:
-    """``recipe``, or those of the modules, with their weights, and inputs in high precision."""
+    """``recipe``, or else the recipe of each module, with its casts of weights and with inputs in high precision."""
     own = {module.name: module.recipe for module in model.modules() if isinstance(module, Gemms)}
 
     def quantizer(role: QuantizerRole) -> Quantizer:
@@ -350,7 +350,7 @@ class _Figures:
     def certificate(
         self, apart: tuple[OperandApart, ...], operands: int, dependence: dict[str, dict[str, float]]
     ) -> Certificate:
-        """Of all batches."""
+        """The certificate over all batches that have been compared."""
         logits = (self.wrong / self.all) ** 0.5 if self.all else 0.0
         means = self.kl / self.positions, self.kl_max, self.largest, self.where, self.same / self.positions
         return Certificate(self.positions, *means, logits, apart, operands, dependence)

@@ -354,7 +354,7 @@ def expert_stack(name: str) -> tuple[str, str] | None:
 
 
 def _patterns(names: Sequence[str], everything: Iterable[str], is_expression: bool = True) -> list[str]:
-    """``names``, with those of a stack of experts as one pattern: servers look for experts by names of their own.
+    """``names``, where one pattern stands for a stack of experts: servers look for experts by names of their own.
 
     Args:
         everything: all modules that multiply; a pattern covers none of them that is not in ``names``.

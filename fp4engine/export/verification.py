@@ -70,7 +70,7 @@ def verify_checkpoint(
     the same bits.
 
     Transformers loads the directory by ``from_pretrained`` alone and runs it. Then every weight that it decoded, and in
-    FP32 the output of every block and the logits, are compared with those of the same model with the weights that this
+    FP32 the output of every block and the logits, are compared with the same model's under the weights that this
     package decodes. vLLM is not run: the rules of its loader are followed on the names, shapes and scales in the files.
 
     Raises:

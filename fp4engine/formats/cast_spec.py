@@ -131,8 +131,8 @@ class Correction(Enum):
     NONE = "none"
     EDEN16 = "eden16"
     EDEN128 = "eden128"
-    """<v,v>/<v,q> per 16 or 128 elements v, scaled as they are when they meet their grid; stochastically rounded into
-    the block scales (MS-EDEN)."""
+    """<v,v>/<v,q> per 16 or 128 elements v, which are scaled as for rounding; the ratio is rounded
+    stochastically into the block scales (MS-EDEN)."""
     SCALAR = "scalar"
     """<y,y>/<y,q> once per operand, folded into the FP32 outer scale."""
 

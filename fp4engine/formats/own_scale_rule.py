@@ -35,7 +35,7 @@ class OwnScaleRule:
 
     @property
     def value(self) -> str:
-        """For labels and messages."""
+        """The rule's name in labels and messages."""
         return f"{self.name} (own rule, no kernel)"
 
     @property

@@ -11,7 +11,7 @@ class Part(NamedTuple):
     """Some rows of a cast matrix as bytes: their codes, one scale of each of their blocks, and the outer amax.
 
     A tensor of parts has the rows of one rank in each, in the order of the ranks, as an all-gather leaves them. All
-    parts have the same outer amax, that of the matrix.
+    parts have the outer amax of the whole matrix.
 
     Attributes:
         rows: of the matrix.

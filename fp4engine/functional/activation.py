@@ -111,7 +111,7 @@ class Activation:
     def gradients(
         self, grad: Tensor, x: Tensor, parameters: tuple[Tensor | None, ...], statistics: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """Gradient of x from ``grad``, that of the activation's value [M, K]."""
+        """Gradient of x from ``grad``, the gradient of the activation's value [M, K]."""
         return (ops.activation_backward(grad, x, _KERNELS[self.name], self.is_gated),)
 
 

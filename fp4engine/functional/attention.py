@@ -30,7 +30,7 @@ class AttentionMask:
 
     Attributes:
         kind: one of :data:`MASK_TYPES`. ``causal`` kinds align the diagonal to the top left corner of [S, T], and
-            ``bottom_right`` kinds to the bottom right corner; in padded sequences, to that of the part without padding.
+            ``bottom_right`` kinds to the bottom right corner; padding does not count as part of a sequence.
         window_size: ``(left, right)``: query i reads keys ``i - left`` to ``i + right`` along that diagonal; -1 sets no
             limit.
         bottom_right_diagonal: where a window's diagonal lies if ``kind`` is not causal; None is bottom right.
@@ -99,7 +99,7 @@ class AttentionMask:
         return inside if allowed is None else allowed & inside
 
     def _require_mask(self, masked: Tensor, length: int) -> None:
-        """Accept a mask tensor; under padding it is that of ``length`` queries or keys, the same for all others."""
+        """Check a mask's dtype and, for padding kinds, its shape [B, 1, 1, length], of queries or of keys."""
         given = masked.dtype if isinstance(masked, Tensor) else type(masked).__name__
         if given != torch.bool:
             raise ValueError(f"attention_mask must be boolean, True where NOT to attend, got {given}")
@@ -200,7 +200,7 @@ def rotate(x: Tensor, angles: Tensor, interleaved: bool = False, dtype: torch.dt
             ``RotaryPositionEmbedding`` makes them.
         interleaved: whether a pair of components that are rotated together are neighbours. Otherwise they are R / 2
             apart.
-        dtype: of the arithmetic, or that of ``x`` if it is wider; the result, which has the latter, is rounded once.
+        dtype: dtype of the arithmetic, unless ``x`` has a wider one. The result has the dtype of ``x``, rounded once.
 
     Raises:
         ValueError: no tensor of that form, angles of fewer positions than S, R > D, or an odd R.

@@ -1,6 +1,6 @@
 """The builder that collects kernels: a direction of a layer becomes one launch, which is looked up in every call.
 
-Layers whose GPU waits for the host need it, and it changes no byte: the kernels are those of :mod:`fp4engine.ops`.
+Layers whose GPU waits for the host need it. It changes no byte, since :mod:`fp4engine.ops` runs the same kernels.
 What kernels do not compute, such as a product of PyTorch's, is a step of the host in the launch. Where no kernel casts
 a tensor, :class:`NotCovered` says so, and :class:`~fp4engine.functional.eager.Eager` computes the layer.
 """

@@ -2,7 +2,7 @@
 
     y_e = x_e W_e^T + b_e      x = [x_0; x_1; ...; rows of no expert]
 
-The bytes are those of a loop of :func:`~fp4engine.functional.linear` over the slices x_e. The number of kernels grows
+A loop of :func:`~fp4engine.functional.linear` over the slices x_e gives the same bytes. The number of kernels grows
 with the number of experts only where weights are quantized.
 
 Legend: M rows in all, G experts, K in_features, N out_features.

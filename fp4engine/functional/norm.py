@@ -81,7 +81,7 @@ class Norm:
     def __call__(self, x: Tensor, gamma: Tensor, beta: Tensor | None) -> Tensor:
         """Normalise x [..., *gamma.shape].
 
-        If x and gamma have one dtype and gamma is not zero-centred, the bits are those of PyTorch's own function.
+        If x and gamma have one dtype and gamma is not zero-centred, the bits equal those of PyTorch's own function.
 
         Raises:
             ValueError: x is no tensor, or holds integers, booleans or FP8, to which the result would be rounded; gamma
@@ -133,7 +133,7 @@ class Norm:
     def gradients(
         self, grad: Tensor, x: Tensor, parameters: tuple[Tensor | None, ...], statistics: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """Gradients of x [M, K], gamma and beta from that of the norm."""
+        """Gradients of x [M, K], gamma and beta from ``grad``, the gradient of the norm's output [M, K]."""
         gamma, beta = parameters
         assert gamma is not None and statistics is not None
         given = (x, gamma) if beta is None else (x, gamma, beta)

@@ -107,7 +107,7 @@ def run_backward(
     cols: int,
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of input, weight and bias; that of the bias is an operator of its own."""
+    """Gradients of input, weight and bias; the bias has an operator of its own."""
     plan, shards, device = call.plan, call.shards, grad_output.device
     grad_input = grad_weight = grad_bias = None
     if needs.dgrad or needs.wgrad:

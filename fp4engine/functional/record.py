@@ -29,7 +29,7 @@ class Slot(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of a part."""
+        """Bytes of one part."""
         assert self.dtype is not None
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 

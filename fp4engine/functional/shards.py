@@ -37,7 +37,7 @@ class Shards(NamedTuple):
 
     Attributes:
         input, weight, grad_output: the parts of the matrices [M, K], [N, K] and [M, N].
-        rank: the rank whose random bits all ranks that share the matrices draw; None if each draws its own.
+        rank: the rank whose random bits all ranks that share the matrices draw; None if each rank draws its own.
         adds_bias: False if the output is a sum over ranks and another rank adds the bias.
         layer: name of the layer's own random stream; empty to draw from the process's stream.
         weight_amaxes: outer amaxes of the whole weight, by :func:`fp4engine.ops.amaxes_of`, if all ranks have them
@@ -53,7 +53,7 @@ class Shards(NamedTuple):
     weight_amaxes: Tensor | None = None
 
     def and_over(self, group: Any, roles: Sequence[str] = TENSOR_TYPES) -> "Shards":
-        """The same, with the amaxes of ``roles`` shared over ``group`` as well."""
+        """A copy in which the amaxes of ``roles`` are also shared over the process group ``group``."""
         shared: dict[str, Any] = {}
         for role in roles:
             shard: Shard = getattr(self, role)
@@ -70,7 +70,7 @@ class Shards(NamedTuple):
         return any(any(self.groups_of(role, getattr(plan, role))) for role in TENSOR_TYPES)
 
     def with_place(self, request: Request) -> Request:
-        """``request``, with a draw, if it has one, that tells of the tensor's place in the whole one."""
+        """``request``, whose draw, if it has one, now tells where this rank's part lies in the whole tensor."""
         shard: Shard = getattr(self, request.role)
         if request.rng is None or shard.place is None:
             return request
@@ -81,7 +81,7 @@ class Shards(NamedTuple):
         return self.layer and f"{direction}/{self.layer}"
 
     def draw(self, device: torch.device, direction: ops.Direction, after: Tensor | None = None) -> Tensor:
-        """The next draw of a forward, or of a backward pass, as :func:`fp4engine.ops.next_draw`."""
+        """The next draw for the forward or the backward pass, as :func:`fp4engine.ops.next_draw` returns it."""
         return ops.next_draw(device, 1, self.stream(direction), direction, after)
 
 
@@ -106,12 +106,13 @@ class Wholes(Protocol):
 
 
 def shared_amaxes(requests: Sequence[Request], shards: Shards) -> list[Tensor | None]:
-    """For each request the outer amax of both sides, the same on all ranks that share it; None to find it in the cast.
+    """The outer amaxes that ranks share: two for each request, of its rowwise and then of its columnwise operand.
 
-    The amaxes of all requests are reduced together.
+    One all-reduce per group carries the amaxes of all requests. An entry is None where no rank shares the amax, so that
+    the cast finds it in its own tensor.
 
     Args:
-        requests: see :meth:`Shards.with_place`.
+        requests: as :meth:`Shards.with_place` returns them.
     """
     amaxes: list[Tensor | None] = []
     groups: list[tuple[Any, ...]] = []

@@ -18,7 +18,7 @@ from fp4engine.ops.checksum import Seal, are_broken, in_bytes, is_known_at_once
 from fp4engine.steps import hear_steps, hearing_steps
 
 Operands = tuple[Operand, Operand | TiledOperand | SquareOperand | None]
-"""``(operand of fprop, operand from which that of dgrad is made, or None)``."""
+"""``(operand of fprop, operand from which dgrad's operand is made, or None)``."""
 
 Make = Callable[[], Operands]
 """Quantizes the weight."""
@@ -52,7 +52,7 @@ class _Kept:
         self.made: _Made | None = None
 
     def has(self, weight: Tensor, storage: UntypedStorage, key: tuple[Any, ...], needs_dgrad: bool) -> bool:
-        """Whether there are operands of ``weight`` as it is now, as far as that is known."""
+        """Whether the kept operands were made of the present bytes of ``weight``, as far as the host knows."""
         if self.made is None or self.made.for_dgrad < needs_dgrad or self.storage() is not storage or self.key != key:
             return False
         return self.seal.fits(weight, self.made.spoiled)
@@ -62,8 +62,8 @@ class WeightCache:
     """Operands of one weight, valid while the weight has the same memory with the same bytes, under an equal plan.
 
     Caching never changes a byte. Operands are not cached if their cast draws random bits or depends on earlier steps,
-    or if their quantizer does more than cast: it may read something that is not in the weight. Nor are those of a
-    subclass of tensors, whose bytes are not known here, nor those that a CUDA graph makes, in each of its replays.
+    or if their quantizer does more than cast: it may read something that is not in the weight. Nor are operands of a
+    subclass of tensors, whose bytes are not known here, or operands that a CUDA graph makes in each of its replays.
 
     What a cache can know for nothing makes it quantize the weight anew: other memory (another parameter, or
     ``weight.data = ...``), another version counter. A write in place through another tensor with the same memory shows

@@ -42,7 +42,7 @@ OPERAND_CHARTS = (
     ("amax", "Largest magnitude, on a logarithmic scale"),
 )
 LOGARITHMIC = ("amax",)
-"""Fields of which gradients have values a million times below those of inputs."""
+"""Fields on a logarithmic axis: a gradient's value may be a millionth of an input's."""
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 76rem; padding: 0 1rem; color: #1c1c1c; }
@@ -75,8 +75,9 @@ class _Record:
 
     Attributes:
         name: of the record among others that the page shows; empty for the only one.
-        runs, found, refusals: rows of the run, without those of steps that were taken again since.
-        by_layer: those of ``found``, by layer.
+        runs, found, refusals: rows about the run, about layers, and about layers that could not be watched; without
+            steps that the run took again later.
+        by_layer: the rows of ``found`` by the name of their layer.
         left_out: the rows that are left out, each with the row of the region that took its step again.
     """
 
@@ -247,7 +248,7 @@ def _traced(line: str, field: str, value: float) -> str:
 
 
 def _tip(field: str, value: float, line: str) -> str:
-    """That title inside of a picture, where it is an element."""
+    """The tooltip of a mark inside an SVG picture, where a title is an element and not an attribute."""
     return f"<title>{field} = {value:.6g}, line {escape(line)}</title>"
 
 
@@ -284,7 +285,7 @@ def _layer(name: str, records: Sequence[_Record]) -> str:
 
 
 def _of_layer(rows: Sequence[Row], together: Sequence[Row]) -> str:
-    """Charts and tables about the rows of a layer; ``together`` are those of all records, by which axes are scaled."""
+    """Charts and tables of one layer's rows; ``together`` are its rows in all records, which scale the axes."""
 
     def chart(caption: str, field: str, kind: str, places: Sequence[tuple[str, ...]], every: int = 1) -> str:
         line = _series(rows, kind, places, field)

@@ -23,7 +23,7 @@ class Row(NamedTuple):
 
     Attributes:
         fields: what is known of the row on the host.
-        figures, number: the row's numbers are those of row ``number`` of ``figures``.
+        figures, number: the row's numbers are row ``number`` of ``figures``.
         spec: the cast of an operand.
         place: row and column of the whole operand at which this rank's part begins.
         elements: how many elements of a tensor this rank has.
@@ -96,7 +96,7 @@ def _condensed(maxima: Tensor, counts: list[int], are_channels: set[int]) -> lis
 
     Args:
         counts: how many maxima belong to each row.
-        are_channels: places of the rows whose maxima are those of channels, of which only the largest are kept.
+        are_channels: places of the rows that hold maxima of channels, of which only the largest are kept.
     """
     alike: dict[tuple[bool, int], list[int]] = {}
     for place, count in enumerate(counts):

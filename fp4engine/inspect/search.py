@@ -41,7 +41,7 @@ SHARE_OF_GAP = 0.1
 
 
 class OutOfBudget(Exception):
-    """No run is left."""
+    """The search has used up the number of training runs that it was given."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Culprit:
 
     Attributes:
         layers: one name; several where neither half of them causes the gap alone.
-        gap: their loss less that of high precision; infinite if the run diverged.
+        gap: loss with these layers quantized less the loss in high precision; infinite if the run diverged.
         gemms: of a single layer, the gap of each GEMM alone.
         operands: of its blamed GEMMs, the gap of each operand alone, by ``"gemm role side"``.
     """

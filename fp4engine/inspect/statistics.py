@@ -234,7 +234,7 @@ def _operand_figures(counted: Counted) -> Figures:
 def product_figures(
     sources: Sequence[Tensor], operands: Sequence[Operand], chosen: Tensor | None = None, groups: Sequence[Any] = ()
 ) -> Figures:
-    """``PRODUCT_SUMS`` of the product of two operands against that of the matrices that were cast, summed in FP32.
+    """``PRODUCT_SUMS``: the product of two operands against the product of their uncast matrices, summed in FP32.
 
     Args:
         sources: the matrices, left and right: [rows, cols], any strides.
@@ -294,8 +294,8 @@ def _quantized_product(left: Operand, right: Operand) -> Tensor:
 def rounding_figures(values: Tensor, decoded: list[Tensor]) -> Figures:
     """``ROUNDING_SUMS`` over n draws: ``|x|^2``, ``|mean - x|^2`` and ``sum |x_i - mean|^2 / (n (n - 1))``.
 
-    The expected value of the second is ``|bias|^2`` plus that of the third, so their difference estimates the squared
-    bias without bias.
+    The second has the expected value ``|bias|^2`` plus the expected value of the third, so the second minus the third
+    is an unbiased estimate of ``|bias|^2``.
     """
     count, values = len(decoded), values.float()
     mean = sum(decoded[1:], decoded[0]) / count

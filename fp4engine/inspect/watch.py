@@ -110,16 +110,16 @@ class Seen:
 
 
 class Listener(Protocol):
-    """Is called with the operands and products of layers, with ``torch.autocast`` off."""
+    """Functions that are called for every watched layer, with ``torch.autocast`` off."""
 
     def made(self, layer: str, tensors: dict[TensorType, Tensor], operands: Sequence[Seen]) -> None:
-        """The matrices by role, and the operands, of a forward or backward pass, in one call."""
+        """Called once per forward and per backward pass of ``layer``, with its matrices by role and their operands."""
 
     def multiplied(self, layer: str, gemm: str, operands: tuple[Seen, Seen]) -> None:
-        """A product of two operands, left and right, with which :meth:`made` has been called."""
+        """Called for each GEMM, with the left and the right operand; :meth:`made` has been called with both."""
 
     def refuse(self, layer: str, reason: str) -> None:
-        """A layer whose operands are not seen, and why."""
+        """Called for a layer whose operands cannot be watched; ``reason`` says why."""
 
 
 class _Forward(NamedTuple):
@@ -151,7 +151,7 @@ class _Watched:
     """One layer during one step.
 
     Attributes:
-        forward: what the backward pass needs, as long as it is to come.
+        forward: what the backward pass needs, until that pass has run.
         needs: whether dgrad and wgrad run.
     """
 

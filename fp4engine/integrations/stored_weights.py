@@ -57,10 +57,10 @@ class StoredWeightsConfig(QuantizationConfigMixin):
         self.recipe, self.converted, self.weights = recipe, converted or [], weights or []
 
     def quantizers(self) -> dict[str, Quantizer]:
-        """``module -> what its weight is stored by``.
+        """``name of a module -> the quantizer whose casts its weight is stored in``.
 
         Raises:
-            ValueError: the description is of something else.
+            ValueError: ``weights`` is no list of casts with names of modules.
         """
         found: dict[str, Quantizer] = {}
         if not isinstance(self.weights, list):

@@ -37,7 +37,7 @@ class NVFP4Linear(Linear, Module):
 
         Raises:
             NotImplementedError: it would hand over a part of a tensor as a plain tensor, whose amaxes and random bits
-                would be those of the part.
+                would then be the part's own.
         """
         if parallel_dims.cp > 1 or (parallel_dims.tp > 1 and parallel_dims.spmd_backend == "spmd_types"):
             raise NotImplementedError(
@@ -67,7 +67,7 @@ class _Products(BorrowedGroupedLinear, Module):
         del self.gemms[self.num_gemms :]
 
     def _init_self_parameters(self) -> None:
-        """Nothing, since all parameters are those of the experts."""
+        """Nothing, since the experts own all parameters."""
 
     @property
     def weights(self) -> list[Tensor]:

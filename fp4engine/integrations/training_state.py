@@ -56,7 +56,7 @@ class TrainingState:
         so that no random bit comes twice, and with the largest amaxes of all.
 
         Raises:
-            ValueError: ``state_dict`` is not of that form, or does not fit the model; nothing is changed then.
+            ValueError: ``state_dict`` has another form, or its amaxes do not fit the model; nothing is changed then.
         """
         ranks = state_dict.get("ranks") if isinstance(state_dict, dict) else None
         if not isinstance(ranks, Sequence) or not ranks or not all(_is_of_a_rank(state) for state in ranks):

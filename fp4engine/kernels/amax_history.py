@@ -81,7 +81,7 @@ class Past(NamedTuple):
 
     @staticmethod
     def of(values: Tensor | None, amax: Tensor, choice: str) -> "Past":
-        """Of ``values`` FP32 [length] and ``amax`` FP32 [1], both contiguous."""
+        """The facts of a history ``values``, FP32 [length], and of ``amax``, FP32 [1], both contiguous."""
         length, address = (0, 0) if values is None else (values.shape[0], values.data_ptr())
         return Past(length, (address % ALIGNMENT == 0, amax.data_ptr() % ALIGNMENT == 0), choice)
 

@@ -67,7 +67,7 @@ class Scales(NamedTuple):
 
 
 def shape_of(rows: int, blocks: int, height: int) -> tuple[int, int]:
-    """Of the scales as a product reads them."""
+    """Shape of the FP32 scales as a product reads them."""
     return (blocks, rows) if height == 1 else (-(-rows // height), -(-blocks // 4) * 4)
 
 

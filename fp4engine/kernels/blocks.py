@@ -269,7 +269,7 @@ class Target(NamedTuple):
         side: bit 0 of the stream.
         sharded: whether ``rng`` tells of the operand's place in a whole tensor.
         given: the outer amax to cast by; None takes the operand's own.
-        amax: where the outer amax is written that the cast has; None for one that is given and stays as it is.
+        amax: where the cast's outer amax is written; None if it is given and does not change.
         data: codes or values; scale_inv: block scales, None under ``"values"``.
     """
 
@@ -284,7 +284,7 @@ class Target(NamedTuple):
 
 
 def tile_rows(spec: CastSpec, of_amax: bool = False) -> int:
-    """Rows of a cast's tile, or of that of its amax: a program keeps what it casts in registers, with 16 rows best."""
+    """Rows of a tile of the cast, or of its amax. A program keeps what it casts in registers; 16 rows are best."""
     return max(spec.block[0], 64 if of_amax else 16)
 
 

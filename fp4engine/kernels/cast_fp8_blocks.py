@@ -220,7 +220,11 @@ def add_casts(
     rng: Place | None,
     stream: int,
 ) -> None:
-    """Cast the sides of x [M, K] that have a target: what the kernel :func:`covers` by it, and any other by its own."""
+    """Cast the sides of x [M, K] that have a target, where ``row`` is the rowwise side and ``col`` the columnwise one.
+
+    One start of this file's kernel casts all sides that it :func:`covers`. Any other side is cast by
+    :func:`fp4engine.kernels.blocks.add_cast`, which reads x once more.
+    """
     both: list[Target | None] = [None, None]
     for side, target in enumerate((row, col)):
         if target is None:

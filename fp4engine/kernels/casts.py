@@ -186,7 +186,7 @@ def resolve_cast(
 
 
 def amaxes(x: Tensor, keys: Keys, rng: Tensor | None, stream: int) -> list[Tensor]:
-    """Outer amax of the sides asked for, unrounded: that of FP8 is the tensor's own.
+    """Outer amaxes of the sides that have a key, unrounded; under FP8 this is the tensor's own amax.
 
     In one read of x where :func:`fuses`; otherwise a side that may draw signs, or whose amax follows from its elements,
     is cast for it.

@@ -16,8 +16,8 @@ Kernels with one epilogue, fastest first; :func:`gemm` takes the first that fits
 - ``_gemm_tma_kernel``: sm_90 and newer, persistent, operands through the bulk tensor copy engine.
 - ``_gemm_plain_kernel``: masked loads; from sm_80 on, any stride, and in Triton's CPU interpreter.
 
-Codes of FP8 with one scale per tensor are values of FP8. ``gemm_hopper`` multiplies them as they are, if the output is
-a new one of more than a tile or two; ``_gemm_plain_kernel`` in BF16, in which they are exact.
+Codes of FP8 with one scale per tensor are values of FP8. ``gemm_hopper`` multiplies them without decoding, if the
+output is a new one of more than a tile or two; ``_gemm_plain_kernel`` in BF16, in which they are exact.
 """
 
 import logging
@@ -377,7 +377,7 @@ def _is_tiny(m: int, n: int, k: int) -> bool:
 
 
 def _add_copied(builder: LaunchBuilder, product: Product) -> None:
-    """By a kernel that reads through the bulk tensor copy engine."""
+    """Add the product, computed by a kernel that reads operands through the bulk tensor copy engine."""
     m, n, k = product.shape
     aligned = product.out.is_aligned
     major, minor = capability_of(builder.device)

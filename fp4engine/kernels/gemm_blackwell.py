@@ -51,7 +51,7 @@ LARGE = tl.constexpr(2.0**100)
 STRIP, LEFT_STRIP, RIGHT_STRIP = 128, 64, 32
 """Rows that share a bound: of right, and the fewer rows of either for which there are three bounds."""
 BOUNDS = tl.constexpr(4)
-"""Numbers that such a strip has for each group: the bound of the whole, those of its two halves, and nothing."""
+"""Numbers that such a strip has for each group: the bound of the whole, a bound for each half, and one unused."""
 
 LIMIT = 0.99 * 2.0**48
 """Bounds whose product is below this prove a sum exact. They are computed in FP32 to one part in 100,000."""
@@ -178,9 +178,9 @@ def blackwell_gemm_kernel(
 def resolve_blackwell(
     tensors: tuple[TensorMeta | None, ...], device: torch.device, numerator: float, out_dtype: torch.dtype
 ) -> Launch:
-    """``(*left, *right, bias, out) -> y``, or nothing where ``out`` is given, of operands ``(data, scale_inv, amax)``.
+    """``(*left, *right, bias, out) -> y``, or nothing where ``out`` is given.
 
-    Operands are those of :func:`fp4engine.kernels.gemm.resolve_product`, NVFP4 both.
+    An operand is ``(data, scale_inv, amax)`` in NVFP4, laid out as :func:`fp4engine.kernels.gemm.resolve_product` says.
     """
     builder = LaunchBuilder(device, inputs=8)
     product = product_of(builder, tensors, numerator, out_dtype)

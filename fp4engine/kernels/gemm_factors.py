@@ -3,8 +3,8 @@
     y[m, n] = round(alpha[m, n] * sum over groups g of (F_left[m, g] * F_right[n, g]) * partial_g[m, n] + bias[n])
     partial_g[m, n] = sum over k in g of left[m, k] * right[n, k]          F = factor / numerator
 
-Values without their factors are exact in BF16, so partial sums are those of the tensor cores, in FP32; factors meet
-them there. An operand without factors has F = 1.
+Values without their factors are exact in BF16, so tensor cores compute the partial sums, in FP32; factors multiply
+these. An operand without factors has F = 1.
 """
 
 from typing import NamedTuple
@@ -46,11 +46,11 @@ def fits_hopper(left: TensorMeta, right: TensorMeta, out: TensorMeta, device: to
 
 
 class Factors(NamedTuple):
-    """How one operand's factors lie.
+    """What a kernel has to know of one operand's FP32 factors.
 
     Attributes:
-        group: terms that share a factor; 0 for an operand without factors.
-        numerator: what factors are divided by.
+        group: how many consecutive terms of the sum over K share a factor; 0 for an operand without factors.
+        numerator: the constant that every factor is divided by (F = factor / numerator).
     """
 
     group: int

@@ -57,6 +57,6 @@ class Descriptor(TensorDescriptor):
 
 
 def block_of(matrix: Matrix, rows: int, cols: int, make: Callable[..., Any] = Descriptor, *rest: Any) -> Block:
-    """``matrix`` as the copy engine sees it, in blocks of ``rows`` by ``cols``; ``rest`` goes to ``make`` as it is."""
+    """``matrix`` as the copy engine reads it, in blocks of ``rows`` by ``cols``; ``make`` also gets ``rest``."""
     shape, strides = list(matrix.meta.shape), [matrix.meta.row_stride, 1]
     return Block(matrix.place, lambda tensor: make(tensor, shape, strides, [rows, cols], *rest))

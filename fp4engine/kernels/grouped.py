@@ -8,7 +8,7 @@ host knows how many rows and experts there are, never the counts, so grids and o
   rows, since ``ceil(n / T) <= (r + n) // T + 1`` for any r >= 0; at most one index per expert is idle.
 - Columnwise operands: by the same argument with T = 16, e's blocks start at row ``16 (offsets[e] // 16 + e)``.
 
-Rows that no expert owns count as those of one more, which the casts skip and the products fill with NaN.
+Rows that no expert owns count as one more expert's, which the casts skip and the products fill with NaN.
 
 Legend: x is [M, K], G experts; a columnwise operand is [K, P] with ``P = padded_rows(M, G)``, one expert after another,
 each a contiguous [K, its rows padded to 16].
@@ -153,7 +153,7 @@ def resolve_offsets(counts: TensorMeta, device: torch.device, rows: int) -> Laun
 
 
 def offsets(counts: Tensor, rows: int) -> Tensor:
-    """int64 [G + 2]: where each expert's rows start, then where those of none start, then ``rows``.
+    """int64 [G + 2]: where each expert's rows start, then where the rows of no expert start, then ``rows``.
 
     Args:
         counts: integers [G] of any width; negative ones, or a sum above ``rows``, make every expert empty.

@@ -228,7 +228,7 @@ def resolve_grouped_wgrad(
     numerator: float,
     out_dtype: torch.dtype,
 ) -> Launch:
-    """``(*left, *right, offsets, *outs) -> dw`` of all experts, or nothing where those of ``experts`` have an out."""
+    """``(*left, *right, offsets, *outs) -> dw`` of all experts, or nothing where ``experts`` have an out."""
     builder = LaunchBuilder(device, inputs=len(left) + len(right) + 1 + len(outs))
     offsets = builder.inputs[len(left) + len(right)]
     first, second = _operands(builder, left, right)

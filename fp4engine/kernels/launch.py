@@ -43,12 +43,12 @@ class TensorMeta(NamedTuple):
 
     @property
     def row_stride(self) -> int:
-        """Elements from one row of a matrix to the next. That of a single row means nothing and is not used."""
+        """Elements from one row of a matrix to the next; the stride of a single row means nothing and is not used."""
         return self.strides[0] if self.shape[0] > 1 else self.shape[1]
 
     @property
     def is_column_major(self) -> bool:
-        """True if the elements of a column, and not those of a row, lie side by side in memory."""
+        """True if the elements of a column lie side by side in memory, and the elements of a row do not."""
         return self.strides[1] != 1 and self.strides[0] == 1
 
     @property
@@ -177,7 +177,7 @@ class HostCall(NamedTuple):
     """What PyTorch computes between the kernels of a launch.
 
     Attributes:
-        function: takes the tensors of ``reads``; returns those of ``writes``, as a sequence if they are several.
+        function: takes the tensors ``reads``; returns the tensors ``writes``, in a sequence if they are several.
     """
 
     function: Callable[..., Any]
@@ -468,7 +468,7 @@ class _Kernels:
             ]
 
     def mocked(self, inputs: Sequence[TensorMeta | None]) -> list[KernelCall]:
-        """The kernels, each with arguments that have dtype and alignment of those of a call, and no memory."""
+        """The kernels, each with stand-ins for a call's arguments: same dtype and alignment, no memory."""
         where, made, has_fp8 = self._layout.where, self._layout.made, knows_fp8(self._layout.device)
 
         def mock(position: int) -> Mock | None:
@@ -522,8 +522,8 @@ class _Start:
     """A kernel that Triton has compiled, started by its documented call, ``compiled[grid](...)``.
 
     Args:
-        slots: for each argument where its address is among those of a call; None for a constant.
-        arguments: those of the first call.
+        slots: for each argument the index of its address in a call's list; None for a constant.
+        arguments: the arguments of the first call.
     """
 
     def __init__(self, compiled: Any, programs: int, slots: Sequence[int | None], arguments: Sequence[Any]) -> None:

@@ -66,7 +66,7 @@ class Reading(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of y."""
+        """The dtype of y, the tensor that is cast."""
         return self.x.dtype if self.prologue is None else self.prologue.torch_dtype
 
     @property

@@ -37,13 +37,13 @@ class Source(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """What is asked of a cast, but for its tensors and its stream id.
+    """A request for a cast, without its tensors and its stream id.
 
     Attributes:
         rowwise, columnwise: keys of the specs, empty for a side that is not to be made.
         rowwise_form, columnwise_form: ``"codes"`` or ``"values"``, see :data:`fp4engine.ops.Form`.
         backend: see :func:`fp4engine.ops.backend.choose`.
-        kind, gated, dtype: of the :class:`Source`; ``""``, False and the dtype of a matrix that is cast as it is.
+        kind, gated, dtype: of the :class:`Source`; ``""``, False and the matrix's dtype if a plain matrix is cast.
     """
 
     rowwise: str

@@ -170,7 +170,7 @@ def add_spread(builder: LaunchBuilder, tiles: Tiles, transposed: bool) -> tuple[
 def add_transposed(
     builder: LaunchBuilder, codes: Place, scale_inv: Place, spec: CastSpec, rows: int, cols: int
 ) -> tuple[Matrix, Matrix]:
-    """Codes and block scales of the operand [cols, rows], from those of an operand [rows, cols] in square blocks."""
+    """Codes and block scales of the operand [cols, rows], from an operand [rows, cols] in square blocks."""
     data = builder.matrix((cols, spec.padded_cols(rows) // 2), torch.uint8)
     made = builder.matrix((cols, spec.num_blocks(rows)), torch.uint8)
     words, width = spec.padded_cols(cols) // 8, (spec.padded_cols(rows) // 8, spec.num_blocks(rows))

@@ -210,8 +210,8 @@ class MultiheadAttention(torch.nn.Module):
 
         Args:
             hidden_states: [S, B, hidden_size], or [B, S, hidden_size] under ``"bshd"``.
-            attention_mask: bool, True where NOT to attend; read by padding masks ([B, 1, 1, T], or a pair of which
-                the first, [B, 1, 1, S], is that of the queries) and arbitrary ones (broadcastable to [B, H, S, T]).
+            attention_mask: bool, True where NOT to attend; read by padding masks ([B, 1, 1, T], or a pair whose
+                first mask, [B, 1, 1, S], is about queries) and arbitrary ones (broadcastable to [B, H, S, T]).
             encoder_output: what cross-attention reads, laid out as ``hidden_states``.
             attn_mask_type, window_size, bottom_right_diagonal: of this call, in place of the constructor's.
             is_first_microbatch: as in :meth:`fp4engine.Linear.forward`, of all projections.

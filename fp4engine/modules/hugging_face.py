@@ -140,8 +140,8 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
 def compute_buffers(model: torch.nn.Module) -> None:
     """Give buffers on ``meta`` that no checkpoint has the values that the model's own initialisation computes.
 
-    Buffers that it does not write stay on ``meta``. So do those of a module with parameters that have values, since the
-    initialisation would replace these too.
+    Buffers that it does not write stay on ``meta``. So do the buffers of a module whose parameters have values already,
+    since the initialisation would replace these too.
     """
     if not isinstance(model, PreTrainedModel):
         return

@@ -13,7 +13,7 @@ from fp4engine.recipe import CustomRecipe, Recipe, RuledRecipe
 _WRAPPERS = frozenset(
     ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer", "original_module", "module")
 )
-"""Names under which wrappers hold what they wrap: those of ``torch.compile``, FSDP, checkpoints, PEFT and DDP."""
+"""Names under which ``torch.compile``, FSDP, checkpoints, PEFT and DDP hold the module that they wrap."""
 _COPIES = "modules_to_save"
 """Name under which PEFT's wrapper has copies of what it wraps, by the names of adapters."""
 _ANCHOR = "_fp4engine_root"
@@ -45,7 +45,7 @@ class Root:
 
     @property
     def model(self) -> nn.Module | None:
-        """The model, if it exists."""
+        """The model; None if there was none, or if it has been freed."""
         return None if self._model is None else self._model()
 
     def belongs_to(self, model: nn.Module) -> None:

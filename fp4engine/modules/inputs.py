@@ -8,7 +8,7 @@ from torch import Tensor
 from fp4engine.functional.fused_input import FusedInput
 
 _CAST_BY_AUTOCAST = (torch.float32, torch.float16, torch.bfloat16)
-"""The dtypes that ``torch.autocast`` casts; it leaves float64 and integers as they are."""
+"""The dtypes that ``torch.autocast`` casts; it leaves float64 and integers alone."""
 
 Input = TypeVar("Input", Tensor, Tensor | FusedInput)
 

@@ -2,7 +2,7 @@
 
     q = e * s * (A / numerator),   e = E2M1(w / (s * A / numerator)),   s = E4M3(2^block),   A = 2^outer
 
-``block`` and ``outer`` are parameters, one number for each block and one for the weight. The gradients are those of
+``block`` and ``outer`` are parameters, one number for each block and one for the weight. Gradients are as in
 learned step sizes (LSQ): with ``g = dL/dq``, and ``v`` the quotient that ``e`` was rounded from::
 
     dL/dw = g                where |v| <= 6, else 0
@@ -43,8 +43,8 @@ class LearnedScales(nn.Module):
 
     Attributes:
         block: logarithms to base 2 of the block scales, FP32 [N / block rows, K / 16].
-        outer: that of the outer amax, FP32 [1].
-        recipe: of the module, to be followed when the scales have been learned; set by who puts this into a module.
+        outer: logarithm to base 2 of the outer amax, FP32 [1].
+        recipe: what the module follows once the scales have been learned; set from outside.
     """
 
     recipe: Any = None

@@ -199,7 +199,7 @@ class QuantizedWeight(torch.Tensor):
         with torch.no_grad():
             self.copy_(values)
 
-    data = property(torch.Tensor.detach, _set_data)  # torch's own setter would leave the codes as they are
+    data = property(torch.Tensor.detach, _set_data)  # torch's own setter would not change the codes
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """A storage of no bytes: ``torch.compile`` asks whether tensors alias, and there are no values to alias."""
@@ -227,7 +227,7 @@ class QuantizedWeight(torch.Tensor):
         return weight
 
     def _write(self, values: Tensor) -> None:
-        """Store ``values``, rounded by the casts; from a weight with the same casts, copy the codes as they are.
+        """Store ``values``, rounded by the casts; from a weight with the same casts, copy the codes.
 
         Raises:
             RuntimeError: the weight is frozen, and ``values`` are not codes of the same casts.
@@ -413,7 +413,7 @@ def in_words(quantizer: Quantizer) -> str:
 
 
 def _encode(values: Tensor, quantizer: Quantizer, transposed: bool = False) -> tuple[Tensor, ...]:
-    """Codes, scales and amax of the sides that are stored; of a stack, those of its matrices, stacked."""
+    """Codes, scales and amax of the stored sides; a stack of matrices gives stacks of these."""
     if values.ndim == 3:
         matrices = (QuantizedWeight.from_values(matrix, quantizer, transposed=transposed) for matrix in values)
         return QuantizedWeight.stacked(matrices).tensors()
@@ -499,7 +499,7 @@ def _rebuild(
     """Inverse of :meth:`QuantizedWeight.__reduce_ex__`, and the only function that pickled weights refer to.
 
     Raises:
-        ValueError: ``tensors`` are not those of a weight of this shape and these casts.
+        ValueError: a weight of this shape and these casts has tensors of other shapes or dtypes.
     """
     columnwise_spec = None if columnwise is None else CastSpec.from_key(columnwise)
     quantizer = Quantizer(CastSpec.from_key(rowwise), columnwise_spec, columnwise_source, stream, backend)

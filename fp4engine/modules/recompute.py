@@ -70,7 +70,7 @@ def recompute_contexts() -> tuple[AbstractContextManager[Any], AbstractContextMa
 
 
 class _Repeated:
-    """``region``, to be entered again, with :data:`~fp4engine.ops.draws.seeding` as it is when this is made."""
+    """``region``, to be entered again, with :data:`~fp4engine.ops.draws.seeding` set to its value at construction."""
 
     def __init__(self, region: AbstractContextManager[Any]) -> None:
         self.region, self.began_seeded, self.seeded = region, seeding.is_done, False
@@ -87,7 +87,7 @@ class _Repeated:
 
 
 def region_in_force() -> AbstractContextManager[Any]:
-    """The region in force, to be entered again; where PyTorch's checkpoint runs this again, that of the first run.
+    """The region in force, to be entered again; in a repeat by PyTorch's checkpoint, the region of the first run.
 
     Where nobody knows it, no region is entered, so that modules refuse to run.
     """
@@ -99,10 +99,10 @@ def region_in_force() -> AbstractContextManager[Any]:
 
 
 def followed_state() -> tuple[AutocastState | None, bool]:
-    """The state of the region in force, in a repeat that of the first run, and whether it is known.
+    """The state of the region in force, and whether it is known; in a repeat, the state that the first run had.
 
     A first run stores the state for its repeats, if no region was opened inside the checkpointed function. If it is not
-    known, the state is that in force.
+    known, the state in force is returned.
     """
     state, (checkpoint, _) = current_state(), _checkpoint_in_force()
     around = None if checkpoint is None else _surroundings.get(checkpoint)
@@ -185,7 +185,7 @@ def _checkpoint_in_force() -> tuple[Any, Any]:
     """PyTorch's record of the non-reentrant checkpoint whose function runs or is repeated, and its hook for a repeat.
 
     The hook is None in the first run; both are None outside. PyTorch has no function for this, but its hooks hold the
-    record: those of the first run itself, those of a repeat by a weak reference. If the hooks of another version do not
+    record: the first run's hooks directly, a repeat's by a weak reference. If the hooks of another version do not
     hold it, both are None, and recomputations without a region raise.
     """
     hooks = innermost_saved_tensors_hooks()

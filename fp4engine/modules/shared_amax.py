@@ -43,7 +43,7 @@ def require_shared_scales(shared_scales: Iterable[Iterable[str]]) -> tuple[tuple
 
 
 def sibling_groups(names: Iterable[str], shared_scales: Iterable[Sequence[str]]) -> dict[str, tuple[str, ...]]:
-    """``name -> the names that share its scale``, itself included, of those of ``names`` that have such siblings.
+    """``name -> the names that share its scale``, itself included, for all ``names`` that have siblings.
 
     Args:
         names: dotted names of modules.
@@ -172,7 +172,7 @@ def _names_in_roles(model: torch.nn.Module, groups: Iterable[str]) -> dict[str, 
 
 
 def without_sharing(recipe: Recipe) -> Recipe:
-    """Undo :func:`share_amax`: the recipe that it was given. Other recipes are returned as they are."""
+    """The recipe that :func:`share_amax` was given; a recipe without sharing is returned unchanged."""
     if isinstance(recipe, RuledRecipe):
         rules = tuple(replace(rule, recipe=without_sharing(rule.recipe)) for rule in recipe.rules)
         return RuledRecipe(without_sharing(recipe.default), rules)

@@ -67,12 +67,12 @@ def amaxes_needed(shards: Shards, plan: LinearPlan) -> str:
 
 @constant_when_traced
 def _found_for(plan: str, groups: str) -> str:
-    """A key for the amaxes of a weight: that of the plan, and the names of the groups over which they are found."""
+    """A key for the amaxes of a weight: the plan's key, and the names of the groups over which they are found."""
     return " ".join([plan, *sorted(groups.split(" "))])
 
 
 def with_amaxes(shards: Shards, weight: Tensor, found: WeightAmaxes, needed: str) -> Shards:
-    """``shards`` with the amaxes ``found``, if they are those of ``weight`` and :func:`amaxes_needed` is ``needed``."""
+    """``shards`` with the amaxes ``found``, if these belong to ``weight`` and were found for ``needed``."""
     if found.weight is not weight or found.found_for != needed:
         return shards
     return shards._replace(weight_amaxes=found.amaxes)

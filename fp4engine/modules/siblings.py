@@ -48,7 +48,7 @@ class Siblings:
 
 
 def require_own_siblings(quantizer: Quantizer, module: torch.nn.Module) -> None:
-    """Refuse to cast the weight of ``module`` by amaxes of another's siblings, such as those of what it is a copy of.
+    """Refuse to cast the weight of ``module`` by amaxes of another module's siblings, as a copied module would.
 
     Raises:
         ValueError: ``quantizer`` is of a recipe that :func:`share_amax` made for another model.

@@ -54,7 +54,7 @@ FORWARD_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "pad_between_seqs": (None, False),
     "fast_zero_fill": (True, False),
 }
-"""As :data:`NEUTRAL`, for the forward of attention modules."""
+"""The same as :data:`NEUTRAL` for arguments of the forward pass of attention modules."""
 
 
 def refuse_unimplemented(module: str, arguments: dict[str, Any], neutral: dict[str, tuple[Any, ...]] = NEUTRAL) -> None:

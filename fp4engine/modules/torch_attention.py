@@ -157,7 +157,7 @@ def _require_mask(name: str, mask: Tensor, *shapes: tuple[int, ...]) -> None:
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """``-inf`` where a boolean mask is True; other masks as they are."""
+    """A boolean mask as a sum: ``-inf`` where it is True, else 0; any other mask in ``dtype``."""
     if mask.dtype != torch.bool:
         return mask.to(dtype)
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask, float("-inf"))

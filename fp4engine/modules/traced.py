@@ -8,7 +8,7 @@ from fp4engine.state import is_recomputed
 
 
 class _Plans:
-    """The plans that traces read, one attribute each: Dynamo reads attributes as they are, and copies a dictionary."""
+    """The plans that traces read, one attribute each: Dynamo reads an attribute, but would copy a dictionary."""
 
 
 _plans = _Plans()

@@ -12,7 +12,7 @@ class Memory(NamedTuple):
     """What one cast reads and writes of delayed scaling's memory of its tensor.
 
     Attributes:
-        values: FP32 [length], where the tensor's amax is noted; None leaves the memory as it is.
+        values: FP32 [length], the history in which the tensor's amax is stored; None stores nothing.
         amax: FP32 [1], what the tensor is scaled by, once the choice has been made.
         choice: of :data:`fp4engine.reference.amax_history.CHOICES`, but for ``"given"``.
     """

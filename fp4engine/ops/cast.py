@@ -143,7 +143,7 @@ None and by the amax that was given for each side."""
 
 @constant_when_traced
 def _key_and_layout(row_missing: bool, col_missing: bool, no_draw: bool, *parts: Any) -> tuple[str, Layout | None]:
-    """The key and the layout of what is asked, whose parts are given one by one: Dynamo would lose a named tuple's."""
+    """The key and the layout of a cast. ``parts`` are the fields of :class:`Asked`; Dynamo would lose a named tuple."""
     asked = Asked(*parts)
     return asked.key, _laid_out(asked, row_missing, col_missing, no_draw)
 
@@ -182,7 +182,7 @@ def _laid_out(asked: Asked, row_missing: bool, col_missing: bool, no_draw: bool)
 
 
 def _has_amax_of_tensor(spec: CastSpec) -> bool:
-    """Whether a cast is scaled by nothing but the amax of the tensor itself, which is also that of its transpose."""
+    """Whether the tensor's own amax, which the transposed tensor has as well, is a cast's only scale."""
     changed = spec.rotation is not None or spec.correction is not Correction.NONE
     return not (spec.block[1] or changed) and spec.outer is Outer.TENSOR
 

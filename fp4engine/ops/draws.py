@@ -53,7 +53,7 @@ def next_draw(
     """Advance the stream of ``device`` by ``count`` draws, and return the last of them: int64 [2] ``(seed, draw)``.
 
     The tensor is the caller's own. Threads and CUDA streams that draw at the same time get different draws. Where
-    tensors have no memory (the meta device, ``FakeTensorMode``), neither has the draw, and the stream stays as it is.
+    tensors have no memory (the meta device, ``FakeTensorMode``), neither has the draw, and the stream does not advance.
 
     Args:
         name: of a stream with draws of its own, such as a layer's; empty for the stream of the process.

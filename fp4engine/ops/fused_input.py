@@ -37,7 +37,7 @@ def row_statistics(x: Tensor, eps: float, centered: bool) -> Tensor:
 
 
 def activation_backward(grad: Tensor, x: Tensor, kind: str, gated: bool) -> Tensor:
-    """Gradient of x from that of the activation's value [M, K]; see :mod:`fp4engine.kernels.activation`."""
+    """Gradient of x from the gradient of the activation's value [M, K]; see :mod:`fp4engine.kernels.activation`."""
     run = _activation_backward if is_plain(x) else torch.ops.fp4engine.activation_backward
     return run(as_it_is(grad), as_it_is(x), kind, gated)[0]
 

@@ -156,7 +156,7 @@ def _dense(left: Tensor, right: Tensor, bias: Tensor | None, out_dtype: torch.dt
 
 
 def _tensor_cores_sum_in_fp32(left: Tensor, right: Tensor) -> bool:
-    """Whether PyTorch multiplies the two as they are, which it does on GPUs of NVIDIA's alone.
+    """Whether PyTorch multiplies the two in their dtype and sums in FP32, which it does on NVIDIA's GPUs alone.
 
     Products of 16-bit numbers are exact in FP32.
     """

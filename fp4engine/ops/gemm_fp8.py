@@ -2,8 +2,8 @@
 
     y = round(alpha * (left @ right.T) + bias),   alpha = (A_left * A_right) / (numerator_left * numerator_right)
 
-Operands with one scale per tensor: their codes are FP8 values as they are. On Hopper also E4M3 with one scale for 128
-terms of a row, or of 128 rows; the tensor cores then add up 128 terms, and FP32 those sums times their scales.
+Operands with one scale per tensor, whose codes are FP8 values for tensor cores. On Hopper also E4M3 with one scale
+for 128 terms of a row, or of 128 rows: tensor cores then add up 128 terms, and FP32 adds these sums times their scales.
 """
 
 from functools import cache
@@ -124,8 +124,8 @@ def fits_blocks(left: Tensor, right: Tensor) -> bool:
 def block_scales(left: Tensor, right: Tensor, height: int) -> list[Tensor]:
     """The scales of both operands as :func:`multiply_blocks` takes them.
 
-    cuBLAS reads the scales of neighbouring rows side by side, and of tiles those of neighbouring groups, padded to
-    four.
+    cuBLAS reads 1x128 scales with neighbouring rows side by side, and tiles' scales with neighbouring groups side by
+    side, padded to four.
 
     Args:
         left: [M, K / 128]; right: [N, K / 128], the same in each ``height`` rows. E8M0 or FP32.

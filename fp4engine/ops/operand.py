@@ -12,11 +12,11 @@ from fp4engine.reference.hadamard import rotate_back
 
 
 class Operand(NamedTuple):
-    """Plain tensors and the spec that says what they mean. Immutable.
+    """One operand of a GEMM: a matrix as it was cast, or in high precision. Immutable.
 
     Attributes:
         spec: how ``data`` was cast; None for an unquantized matrix.
-        rows, cols: logical shape.
+        rows, cols: shape of the matrix, without padding.
         data: codes (uint8), or values without the outer factor (in ``spec.values_dtype``, BF16 or FP16), or the matrix
             itself if ``spec`` is None.
         scale_inv: block scales [rows, blocks], row-major; None unless ``data`` holds codes.
@@ -48,7 +48,7 @@ class Operand(NamedTuple):
 
     @property
     def is_values(self) -> bool:
-        """True if ``data`` can be multiplied as it is."""
+        """True if ``data`` holds values, which a GEMM multiplies without decoding, and False if it holds codes."""
         return self.scale_inv is None
 
     @property
@@ -64,7 +64,7 @@ class Operand(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its tensors."""
+        """Bytes of data, block scales and outer amax."""
         return sum(t.nbytes for t in (self.data, self.scale_inv, self.amax) if t is not None)
 
     @property

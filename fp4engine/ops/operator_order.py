@@ -22,7 +22,7 @@ def order_token(device: torch.device, direction: Direction) -> Tensor:
 
 
 class _Tokens:
-    """An attribute for each device and direction: Dynamo reads attributes as they are, and copies a dictionary."""
+    """An attribute for each device and direction: Dynamo reads an attribute, but would copy a dictionary."""
 
 
 _tokens = _Tokens()

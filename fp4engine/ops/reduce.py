@@ -15,9 +15,12 @@ _MAGNITUDE = 0x7FFF_FFFF
 
 
 def packed_amaxes(amaxes: list[Tensor]) -> Tensor:
-    """FP32 [n, AMAX_STRIDE] of n amaxes, in one or more vectors: each fills a row, and loses its sign if it is NaN.
+    """FP32 [n, AMAX_STRIDE]: n amaxes in the layout that :func:`share_amaxes` reduces, each repeated along its row.
 
-    What is packed so can be shared as it is (:func:`share_amaxes`).
+    The sign of a NaN is cleared, so that NaNs order above all numbers as integers.
+
+    Args:
+        amaxes: FP32 vectors with n elements in all.
     """
     bits = torch.cat(amaxes).view(torch.int32).bitwise_and_(_MAGNITUDE)
     return bits[:, None].expand(-1, AMAX_STRIDE).contiguous().view(torch.float32)

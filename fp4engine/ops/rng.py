@@ -78,7 +78,7 @@ _following = _Following(True)
 def manual_seed(seed: int) -> None:
     """Start the stochastic-rounding stream of every device at ``(seed, draw 0)``, and follow PyTorch's seed no more.
 
-    Until then the seed is that of ``torch.manual_seed``, which starts the stream as well.
+    Until then ``torch.manual_seed`` sets the seed, and starts the stream as well.
 
     Args:
         seed: any integer; its low 64 bits are the Philox key.

@@ -31,15 +31,15 @@ VARIANTS: dict[str, SumRules] = {
 
 SPEC = CastSpec()
 ROWS, TERMS = 64, 2048
-"""Of the operands that are multiplied first: 4,096 sums, each of 32 groups."""
+"""Rows of both operands of the first comparison, and terms of a sum: 4,096 sums, each of 32 groups of 64."""
 
 
 class Comparison(NamedTuple):
-    """Of sums with those under each rule.
+    """How many FP4 sums of a device equal, bit for bit, the sums that each of :data:`VARIANTS` predicts.
 
     Attributes:
-        cells: how many sums were compared, bit for bit.
-        differing: for each of :data:`VARIANTS`, how many were others.
+        cells: how many sums were compared.
+        differing: name of the variant -> how many of the sums it predicts wrongly.
     """
 
     cells: int
@@ -47,7 +47,7 @@ class Comparison(NamedTuple):
 
     @property
     def nearest(self) -> str:
-        """The variant with the fewest differing cells; of several the first, which is the model."""
+        """The variant that predicts the most sums; the model, which is the first, wins a tie."""
         return min(self.differing, key=lambda name: self.differing[name])
 
     def __str__(self) -> str:

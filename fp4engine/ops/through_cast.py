@@ -35,7 +35,7 @@ def clip_and_rotate_back(
     dtype: torch.dtype,
     backend: str = "auto",
 ) -> Tensor:
-    """The gradient of a tensor [rows, cols] in ``dtype``, from that of what its cast decodes to.
+    """The gradient of a tensor [rows, cols] in ``dtype``, from the gradient of the decoded cast.
 
     Args:
         values: FP32 [rows, >= cols], contiguous; padded to whole rotations if the cast rotates.

@@ -89,7 +89,7 @@ class Turn:
     """One choice of a history's amax, for checkpoints that will repeat a forward scaled by it.
 
     Attributes:
-        amax: FP32 [1]; None as long as it is the history's own, which the next choice overwrites.
+        amax: FP32 [1], the choice; None while the history itself still holds it, which the next choice overwrites.
     """
 
     def __init__(self, amax: Tensor | None = None) -> None:
@@ -176,7 +176,7 @@ class AmaxHistory:
         return self
 
     def record(self, current: Tensor, recipe: DelayedScaling, spec: CastSpec, backend: str = "auto") -> Tensor:
-        """Note ``current`` [1], and return the amax that this step's scale is made from.
+        """Store ``current``, FP32 [1], and return the amax, FP32 [1], that this step's scale is made from.
 
         An Inf or a NaN in ``current`` is returned instead, so that the tensor's product is not silently finite.
         """
@@ -339,7 +339,7 @@ class DelayedQuantizer(Quantizer):
 
     @property
     def joins_group(self) -> bool:
-        """As the recipe's ``reduce_amax`` says."""
+        """Whether amaxes are shared over autocast's ``amax_reduction_group``: the recipe's ``reduce_amax``."""
         return self.recipe.reduce_amax
 
     @property
@@ -364,7 +364,7 @@ class DelayedQuantizer(Quantizer):
     def quantize(
         self, x: Tensor | ops.Source, *, rowwise_amax: Tensor | None = None, **arguments: Any
     ) -> QuantizedTensor:
-        """As :meth:`Quantizer.quantize`; ``rowwise_amax`` is the amax to REMEMBER, by default that of ``x``."""
+        """As :meth:`Quantizer.quantize`; ``rowwise_amax`` is the amax to REMEMBER, by default the amax of ``x``."""
         if torch.compiler.is_compiling():
             raise RuntimeError("DelayedScaling keeps amaxes between steps, which torch.compile cannot trace")
         assert self.history is not None

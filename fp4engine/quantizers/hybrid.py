@@ -23,7 +23,7 @@ class HybridQuantizer(Quantizer):
         """Take one side of each; neither is changed, and both may be used elsewhere.
 
         Args:
-            columnwise_source: see :class:`Quantizer`; None is that of ``columnwise_quantizer``.
+            columnwise_source: see :class:`Quantizer`; None takes the source of ``columnwise_quantizer``.
 
         Raises:
             ValueError: one is no quantizer, has delayed scaling or does more than cast; or they differ in backend or

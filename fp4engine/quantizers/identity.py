@@ -1,4 +1,4 @@
-"""The quantizer that leaves tensors as they are, for roles in high precision and for tests of the wiring."""
+"""The quantizer that leaves tensors unchanged, for roles in high precision and for tests of the wiring."""
 
 from dataclasses import dataclass
 

@@ -35,7 +35,7 @@ class SharedAmaxQuantizer(Quantizer):
     """A quantizer whose outer amax, if it is one number, is the largest of its tensor's and of ``siblings()``.
 
     Attributes:
-        siblings: returns the other tensors, as they are when something is quantized. Quantizers are compared by it, so
+        siblings: returns the other tensors, and is called at every cast. Quantizers are compared by it, so
             it has to be hashable, and equal if it returns the same tensors.
     """
 
@@ -52,7 +52,7 @@ class SharedAmaxQuantizer(Quantizer):
         return Quantizer(**_settings(self))
 
     def amax(self, x: Tensor, **sides: Any) -> tuple[Tensor | None, Tensor | None]:
-        """Outer amax of the sides asked for, over ``x`` and its siblings; those of DTensors are reduced over ranks."""
+        """Outer amax of the sides asked for, over ``x`` and its siblings; a DTensor's amax is reduced over ranks."""
         found = zip(*(self._amax(tensor, sides) for tensor in (x, *self.siblings())), strict=True)
         row, col = map(_shared, (self.rowwise_spec, self.columnwise_spec), found)
         return row, col
@@ -81,7 +81,7 @@ class SharedAmaxQuantizer(Quantizer):
         columnwise_amax: Tensor | None = None,
         **arguments: Any,
     ) -> QuantizedTensor:
-        """As :meth:`Quantizer.quantize`; an amax that is given is taken as it is."""
+        """As :meth:`Quantizer.quantize`; a given amax is not compared with siblings."""
         assert isinstance(x, Tensor)  # a weight, and never a source
         if rng is None and self.takes_draw(rowwise, columnwise):  # so that amax and cast rotate by the same signs
             rng = ops.next_draw(x.device)

@@ -20,7 +20,7 @@ class Casts:
         columnwise_source: what the columnwise operand is made of: the tensor itself, or the dequantized rowwise
             operand that the forward pass saved (then it is made anew in the backward pass). What is made of a rotated
             one gives the other tensor's gradient rotated too, and that is rotated back. ``"saved_original"`` saves
-            an input as it is, and makes the operand of it in the backward pass, which draws its signs.
+            the uncast input, and casts it in the backward pass, which draws its signs.
         clipped_gradient: whether this tensor gets no gradient where its rowwise cast saturated; otherwise gradients
             pass the cast straight through.
 

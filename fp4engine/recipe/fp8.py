@@ -105,8 +105,8 @@ class DelayedScaling(_FP8Recipe):
         amax_compute_algo: ``"max"`` over the history, ``"most_recent"``, or ``history [len] -> amax``.
         scaling_factor_compute_algo: None for the formula above, or
             ``(A, old scale, largest element, recipe) -> new scale``, of FP32 tensors [1].
-        reduce_amax: share amaxes over autocast's ``amax_reduction_group``. Those of tensors of which ranks have parts
-            are shared in any case.
+        reduce_amax: share amaxes over autocast's ``amax_reduction_group``. Amaxes of tensors of
+            which each rank has a part are shared in any case.
         backward_override: only None.
         fp8_dpa, fp8_mha: only False.
     """

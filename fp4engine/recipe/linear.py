@@ -40,7 +40,7 @@ class LinearRecipe(Recipe):
 
     Raises:
         ValueError: the two operands of a GEMM are rotated differently, fresh signs where the operands could not share
-            them, or a biased combination that was not asked for by name.
+            them, or a biased cast without ``allow_biased=True``.
     """
 
     input: Casts = NO_CASTS

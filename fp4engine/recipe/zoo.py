@@ -58,7 +58,7 @@ SEARCHED = NEAREST.replace(scale_bound=E4M3_BOUND_4OVER6, search=(-1, 1, 4, 5))
 SEARCHED_TILES = SEARCHED.replace(block=(BLOCK_SIZE, BLOCK_SIZE), search=(-2, -1, 1))
 """In 16x16 tiles other neighbours win: 256 elements fill the grid, and a smaller scale clips few of them."""
 ONE = NEAREST.replace(outer=Outer.NONE, outer_amax=1.0)
-"""For values up to 1, such as those of normalized models: no pass over the tensor to find its largest."""
+"""For values up to 1, as in normalized models: no pass over the tensor to find its largest."""
 TWO_TERMS = NEAREST.replace(element=TWO_E2M1)
 """The sum of two casts, the second of what the first leaves, under an eighth of its block scale."""
 FOUR_OVER_SIX_AWAY = FOUR_OVER_SIX.replace(rounding=RoundingMode.AWAY)
@@ -558,7 +558,7 @@ def nemotron_3_super(blocks: int) -> RuledRecipe:
     - MXFP8: Mamba's output projection;
     - NVFP4: all others.
 
-    Names are those of the published checkpoints (``backbone.layers.3.mixer.q_proj``). Embeddings and the head are no
+    Names are as in the published checkpoints (``backbone.layers.3.mixer.q_proj``). Embeddings and the head are no
     concern of a recipe: leave them out of ``convert`` by ``keep_high_precision``.
 
     Args:

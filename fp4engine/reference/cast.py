@@ -362,7 +362,7 @@ def within_range(x: Tensor, cast: Cast, spec: CastSpec) -> Tensor:
 def dequantize(codes: Tensor, scale_inv: Tensor, amax: Tensor, spec: CastSpec, cols: int, dtype: torch.dtype) -> Tensor:
     """``x_hat = element * block scale * (A / numerator)``, rounded once to ``dtype``: [rows, cols].
 
-    A rotated operand is returned as it is stored: rotated, with its padded columns.
+    A rotated operand is not rotated back, and keeps its padded columns.
     """
     values = decode(codes, scale_inv, spec) * outer_factor(amax, spec)
     return values[:, : cols if spec.rotation is None else None].contiguous().to(dtype)

@@ -1,10 +1,10 @@
 """A number that tells whether the bytes of a tensor are what they were.
 
-    word_j   = bits j of the tensor, an unsigned integer; those of 64-bit elements are two words, the low one first
+    word_j   = bits j of the tensor, an unsigned integer; a 64-bit element is two words, the low one first
     checksum = sum over j of mix(word_j + j CHECKSUM_STEP mod 2^32)   mod 2^64
 
 ``mix`` is a bijection of 32-bit words (the finalizer of MurmurHash3), so a change of one word always changes the sum,
-and a change of several leaves it as it is with a probability of about 2^-32. Addition makes the order of words, and of
+and a change of several goes unnoticed with a probability of about 2^-32. Addition makes the order of words, and of
 a kernel's programs, irrelevant; the step makes their places count.
 """
 

@@ -101,7 +101,7 @@ def encode_scale(amax: Tensor, numerator: float) -> Tensor:
 def block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
     """Largest magnitude per block of FP32 ``x`` [rows, cols], repeated for each row: [rows, cols / block cols].
 
-    A last tile with fewer rows than ``block`` is complete as it is.
+    A last tile may have fewer rows than ``block``.
     """
     height, width = block
     rows, cols = x.shape

@@ -76,7 +76,7 @@ class Recipe:
 
     @property
     def frozen(self) -> frozen.Recipe:
-        """fp4engine's recipe with the fields as they are now."""
+        """fp4engine's recipe with the present values of the fields."""
         if self._frozen is None:
             vars(self)["_frozen"] = self._make(**self._fields)
         assert self._frozen is not None
@@ -141,7 +141,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class _OfOneColumn:
-    """A function of amaxes as TransformerEngine lays them, called with those of one tensor, newest first.
+    """A function of amaxes in TransformerEngine's layout, called with one tensor's amaxes, newest first.
 
     Attributes:
         algorithm: ``history [len, tensors] -> amax [tensors]``; row 0 is the step that has ended, and the oldest comes

@@ -301,7 +301,7 @@ class TransformerEngineBaseModule(Placed, ExtraState):
 
     @property
     def fp8_meta_tensors_initialized(self) -> bool:
-        """Whether :attr:`fp8_meta` is that of the recipe and the roles as they are now."""
+        """Whether :attr:`fp8_meta` belongs to the present recipe and roles."""
         return self._is_current
 
     @fp8_meta_tensors_initialized.setter
@@ -334,7 +334,7 @@ class TransformerEngineBaseModule(Placed, ExtraState):
 
     @property
     def grad_input_quantizer_role(self) -> QuantizerRole | None:
-        """As :attr:`output_quantizer_role`, of the input's gradient."""
+        """Role of the quantizer of the input's gradient, see :attr:`output_quantizer_role`."""
         return self._grad_input_role
 
     @grad_input_quantizer_role.setter

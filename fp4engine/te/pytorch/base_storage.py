@@ -40,7 +40,7 @@ class QuantizedTensorStorage:
     def __new__(
         cls, *args: Any, fake_dtype: torch.dtype | None = None, quantizer: Any = None, **given: Any
     ) -> "QuantizedTensorStorage":
-        """A storage of what is given, as it is.
+        """A storage around the codes and scales ``given``, which are not copied.
 
         Raises:
             TypeError: there is no such argument.
@@ -86,7 +86,7 @@ class QuantizedTensorStorage:
         raise NotImplementedError(f"{cls.__name__} does not say how it stores operands")
 
     def _operand(self, side: str) -> Operand | None:
-        """The operand ``"rowwise"`` or ``"columnwise"``, made of the attributes as they are now."""
+        """The operand ``"rowwise"`` or ``"columnwise"``, made of the present attributes."""
         raise NotImplementedError(f"{type(self).__name__} does not say what its attributes mean")
 
     def _operand_as(self, side: str, spec: CastSpec) -> Operand | None:

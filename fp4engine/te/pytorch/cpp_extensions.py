@@ -45,7 +45,7 @@ def general_gemm(
     Args:
         A, B: the weight and the input of fprop (``"TN"``), the weight and the gradient of dgrad (``"NN"``), the input
             and the gradient of wgrad (``"NT"``). Of a quantized tensor the side is read that lies along the product.
-        out_dtype: of the result; None is that of ``out``, else that of ``A``.
+        out_dtype: dtype of the result; None takes the dtype of ``out``, or else of ``A``.
         quantization_params: the quantizer of the result.
         accumulate: add to ``out``, with one rounding.
         bias: added to each row; with ``grad`` its gradient, the sum of the rows of B, is returned instead.

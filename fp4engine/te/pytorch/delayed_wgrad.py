@@ -61,10 +61,10 @@ class Run:
         return tuple(next(rest) if id(item) in own else item for item in self.result)
 
     def finish(self, grads: Sequence[Tensor]) -> list[Tensor | None]:
-        """Gradients of the input and of what does not wait; those of the weights are queued.
+        """Gradients of the input and of all else that does not wait; weight gradients are queued.
 
         Raises:
-            RuntimeError: those of every earlier backward pass have been computed, which frees the graph.
+            RuntimeError: ``backward_dw`` has computed the weight gradients of this forward, which frees its graph.
         """
         if self.is_spent:
             raise RuntimeError(

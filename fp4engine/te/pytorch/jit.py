@@ -43,7 +43,7 @@ def no_torch_dynamo(
 
     Args:
         recursive: leave out what they call, too.
-        when: only None; modules here are compiled as they are.
+        when: only None; modules here need no wrapper to be compiled.
 
     Raises:
         NotImplementedError: ``when`` is given.

@@ -88,7 +88,7 @@ class ScaleLayout(NamedTuple):
 
 
 def codes(data: Tensor, rows: int, spec: CastSpec, cols: int) -> Tensor:
-    """The codes of an operand [rows, cols], padded as ``spec`` asks for, from an attribute without that padding."""
+    """Codes [rows, bytes of ``spec.padded_cols(cols)``], from a tensor that stores them without padding."""
     per_byte = 8 // max(spec.element.storage_bits, 4)
     width = spec.padded_cols(cols) // per_byte
     matrix = data.reshape(rows, data.numel() // max(rows, 1))

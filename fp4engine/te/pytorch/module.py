@@ -88,7 +88,7 @@ class LayerNormLinear(TransformerEngineBaseModule, modules.LayerNormLinear):
         return_layernorm_output_gathered: without effect on one rank. Others as in :class:`Linear`.
 
     Raises:
-        NotImplementedError: more than one rank, or ``symmetric_ar_type``.
+        NotImplementedError: ``tp_size`` or ``tp_group`` asks for more than one rank, or ``symmetric_ar_type`` is given.
     """
 
     ARGUMENTS = """in_features, out_features, eps=1e-5, sequence_parallel=False, fuse_wgrad_accumulation=False,
@@ -232,7 +232,7 @@ class GroupedLinear(TransformerEngineBaseModule, modules.GroupedLinear):
         return list(self.bias.unbind()) if self.single_grouped_bias else super().biases
 
     def reset_parameters(self, defer_init: bool = False) -> None:
-        """As in :class:`Linear`."""
+        """Initialise the parameters, as :meth:`Linear.reset_parameters` does; ``defer_init=True`` does nothing."""
         with torch.no_grad():  # parts of a parameter are written in place
             super().reset_parameters(defer_init)
 

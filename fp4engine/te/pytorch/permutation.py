@@ -89,7 +89,7 @@ def moe_unpermute(
     Args:
         row_id_map: of :func:`moe_permute`, which may be of more rows than ``inp`` has: the others were not kept.
         merging_probs: [T, E] under ``"mask"``, read where a token goes; [T, k] under ``"index"``.
-        restore_shape: [T, C]; None is that of ``inp``.
+        restore_shape: [T, C]; None takes the shape of ``inp``.
         probs: older name of ``merging_probs``.
         pad_offsets: by how much each expert's rows moved in :func:`moe_permute_and_pad_with_probs`; None if none did.
 

@@ -50,7 +50,7 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: igno
     under other leading axes has the same bytes, and may be written. So has a part, where it tears no block apart; into
     it nothing can be written, since it shares scales. Other views are refused.
 
-    fp4engine's modules multiply by such a parameter as it is stored.
+    fp4engine's modules multiply by the stored codes of such a parameter.
     """
 
     _is_part: bool = False
@@ -70,7 +70,7 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: igno
         quantizer: Any = None,
         **given: Any,
     ) -> "QuantizedTensor":
-        """A tensor of what is given, as it is.
+        """A tensor around the codes and scales ``given``, which are not copied.
 
         Raises:
             TypeError: there is no such argument.
@@ -144,7 +144,7 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: igno
         return _Dequantize.apply(self, dtype or self.dtype)
 
     def _set_data(self, values: Tensor) -> None:
-        """Take what a tensor of this kind stores, as it is; quantize other values, and take their shape and dtype."""
+        """Adopt what a tensor of this kind stores; quantize any other ``values``, and adopt their shape and dtype."""
         require_data(self, values)
         taken = (
             values if isinstance(values, type(self)) else self._get_quantizer().quantize_impl(decoded(values.detach()))
@@ -157,7 +157,7 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: igno
         """The metadata that is no argument of every class."""
         return {name: value for name, value in tensor.get_metadata().items() if name not in ("quantizer", "fake_dtype")}
 
-    data = property(torch.Tensor.detach, _set_data)  # torch's own setter would leave the codes as they are
+    data = property(torch.Tensor.detach, _set_data)  # torch's own setter would not change the codes
 
     def float(self) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self.dequantize(dtype=torch.float32)

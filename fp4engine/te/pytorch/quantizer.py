@@ -48,7 +48,7 @@ class Quantizer:
         self.optimize_for_gemm = False
 
     def frozen(self, stream: int = 0) -> FrozenQuantizer:
-        """fp4engine's quantizer with the settings as they are now, drawing from ``stream``."""
+        """fp4engine's quantizer with the present settings, drawing from ``stream``."""
         raise NotImplementedError(f"{type(self).__name__} does not say how it quantizes: define frozen()")
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -75,7 +75,7 @@ class Quantizer:
         return copy.copy(self)
 
     def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
-        """Choose which sides to make from now on; None leaves a side as it is."""
+        """Choose which sides to make from now on; None does not change a side's setting."""
         if rowwise is not None:
             self.rowwise_usage = rowwise
         if columnwise is not None:
@@ -86,7 +86,7 @@ class Quantizer:
         return {"rowwise": self.rowwise_usage, "columnwise": self.columnwise_usage}
 
     def quantize(self, tensor: Tensor, *, out: Any = None, dtype: torch.dtype | None = None) -> Any:
-        """``tensor`` quantized; into ``out`` if that is given. Its gradient is that of the tensor.
+        """``tensor`` quantized, into ``out`` if that is given. Gradients pass straight through to ``tensor``.
 
         Args:
             dtype: without effect, as in TransformerEngine: the result has the dtype of ``tensor`` to PyTorch.
@@ -191,7 +191,7 @@ class Quantizer:
     def update_quantized(self, src: Tensor, dst: Any, *, noop_flag: Tensor | None = None) -> Any:
         """Let ``dst`` become ``src`` quantized, unless ``noop_flag`` holds something other than zero.
 
-        A side that is not in use stays as it is.
+        A side that is not in use does not change.
 
         Raises:
             ValueError, RuntimeError: as :meth:`require_target`.
@@ -341,7 +341,7 @@ class _Quantize(torch.autograd.Function):
 
 
 def decoded(tensor: Any) -> Tensor:
-    """The values that a quantized tensor or storage decodes to; other tensors as they are."""
+    """The values that a quantized tensor or storage decodes to; any other tensor itself."""
     return tensor.dequantize() if isinstance(tensor, QuantizedTensorStorage) else tensor
 
 

@@ -187,7 +187,7 @@ class Float8BlockScalingRecipeState(RecipeState):
 
 
 class DelayedScalingRecipeState(RecipeState):
-    """A recipe state with a scale per tensor, and the amaxes that scales are chosen by.
+    """A recipe state that has a scale for each tensor, and the history of amaxes from which scales are chosen.
 
     Both tensors show a module's amax histories, and values written into them before a forward replace these. (A scale
     for gradients is then chosen anew from the history.)
@@ -205,7 +205,7 @@ class DelayedScalingRecipeState(RecipeState):
         self._shown = self._versions()
 
     def inherit_state_from(self, other: RecipeState) -> bool:
-        """Take the tensors of another state of as many tensors and steps."""
+        """Adopt the tensors of ``other``, and return True; False if its kind or number of tensors or steps differs."""
         if not isinstance(other, DelayedScalingRecipeState) or other.amax_history.shape != self.amax_history.shape:
             return False
         self.scale, self.amax_history, self._shown = other.scale, other.amax_history, other._shown

@@ -212,8 +212,8 @@ def seed(device: torch.device) -> None:
 
     After ``torch.manual_seed`` or ``torch.set_rng_state``, a module then repeats its stochastic rounding. A
     recomputation takes as much of the generator as its forward took, so that dropout after it repeats its mask, and
-    leaves the stream as it is. Once ``fp4engine.manual_seed`` or ``fp4engine.set_rng_state`` has told the stream a seed
-    of its own, or a :class:`fp4engine.RandomStream` is in force, that is left alone, and so is the generator.
+    does not seed the stream. Once ``fp4engine.manual_seed`` or ``fp4engine.set_rng_state`` has told the stream a seed
+    of its own, or a :class:`fp4engine.RandomStream` is in force, this function does nothing.
     """
     if not follows_torch():
         return

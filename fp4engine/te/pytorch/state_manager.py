@@ -302,7 +302,7 @@ class FP8GlobalStateManager(metaclass=_ByEarlierNames):
 
     @classmethod
     def get_buffer_info(cls) -> str:
-        """Where ``fp8_meta`` notes its places in the buffers."""
+        """The key under which TransformerEngine's ``fp8_meta`` stores its places in global amax buffers."""
         return "buffer_index_and_autocast_key"
 
     @classmethod

@@ -65,7 +65,10 @@ class TransformerLayer(Placed, OnOneRank, modules.TransformerLayer):
 
     @FORWARD.of
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The layer's output, in the dtype of ``torch.autocast`` where that is on; arguments as in attention."""
+        """The layer's output, of the shape of ``hidden_states``, in the dtype of ``torch.autocast`` where that is on.
+
+        Arguments are TransformerEngine's, see :class:`MultiheadAttention`.
+        """
         given = FORWARD.bind("TransformerLayer.forward", args, kwargs)
         hidden_states = cast_by_autocast(given.pop("hidden_states"))
         return super().forward(hidden_states, **given)

@@ -13,7 +13,7 @@ def get_device_compute_capability(return_reason: bool = False) -> Any:
     """``(major, minor)`` of the current CUDA device, ``(0, 0)`` without one.
 
     Args:
-        return_reason: also return what was asked.
+        return_reason: also return the device's name, or why there is no device.
     """
     if not torch.cuda.is_available():
         return ((0, 0), "there is no CUDA device") if return_reason else (0, 0)

@@ -20,29 +20,29 @@ def linear_type(role: Role) -> str:
 
 
 def high_precision_factory(role: Role) -> IdentityQuantizer:
-    """Nothing is quantized."""
+    """A quantizer that leaves every tensor in high precision."""
     return IdentityQuantizer()
 
 
 def delayed_scaling_factory(role: Role) -> DelayedScalingRequest:
-    """As :class:`DelayedScaling`."""
+    """A request for the delayed scaling of :class:`DelayedScaling`, whatever the role."""
     return DelayedScalingRequest()
 
 
 def current_scaling_factory(role: Role) -> Float8CurrentScalingQuantizer:
-    """As :class:`Float8CurrentScaling`."""
+    """FP8 with one scale per tensor, as :class:`Float8CurrentScaling` casts: gradients to E5M2, others to E4M3."""
     is_gradient = role is not None and role.tensor_type == "grad_output"
     return Float8CurrentScalingQuantizer(DType.kFloat8E5M2 if is_gradient else DType.kFloat8E4M3)
 
 
 def float8_block_scaling_factory(role: Role) -> Float8BlockQuantizer:
-    """As :class:`Float8BlockScaling`."""
+    """E4M3 as :class:`Float8BlockScaling` casts it: weights in 128x128 blocks, other tensors in 1x128 blocks."""
     dim = 2 if linear_type(role) == "weight" else 1
     return Float8BlockQuantizer(DType.kFloat8E4M3, rowwise=True, columnwise=True, block_scaling_dim=dim)
 
 
 def mxfp8_factory(role: Role) -> MXFP8Quantizer:
-    """As :class:`MXFP8BlockScaling`."""
+    """E4M3 in 1x32 blocks, as :class:`MXFP8BlockScaling` casts every role."""
     return MXFP8Quantizer(DType.kFloat8E4M3)
 
 

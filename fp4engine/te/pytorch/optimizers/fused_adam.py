@@ -27,7 +27,7 @@ class FusedAdam(ZeroGrad, torch.optim.Adam):
 
     Args:
         params, lr, betas, eps, weight_decay, amsgrad: as there.
-        bias_correction: False leaves moments as they are; in groups of parameters too.
+        bias_correction: False uses moments uncorrected. A group of parameters may set its own.
         capturable: let CUDA graphs capture steps; moments must both be FP32, or both BF16, and masters FP32.
         master_weights: keep copies of the parameters, which are what is trained; parameters that are stored as codes
             need them.
@@ -97,7 +97,7 @@ class FusedAdam(ZeroGrad, torch.optim.Adam):
         self._to_none = True if set_grad_none is None else set_grad_none
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As PyTorch's; a group may say ``bias_correction``."""
+        """As ``torch.optim.Optimizer.add_param_group``; a group may set ``bias_correction`` for itself."""
         super().add_param_group(param_group)
         self.param_groups[-1].setdefault("bias_correction", self._bias_correction)
 
@@ -184,7 +184,7 @@ class FusedAdam(ZeroGrad, torch.optim.Adam):
         return self.store_param_remainders and param.dtype == torch.bfloat16 and not isinstance(param, QuantizedWeight)
 
     def _require_state(self, param: Tensor, moments: tuple[str, ...]) -> None:
-        """Make what is to be remembered of ``param``, as far as it is not there: a loaded state may lack some of it."""
+        """Make the ``moments`` and master weights of ``param`` that are missing; a loaded state may lack some."""
         is_stored = isinstance(param, QuantizedWeight)
         if is_stored and not self.master_weights:
             raise RuntimeError(
@@ -277,8 +277,8 @@ class FusedAdam(ZeroGrad, torch.optim.Adam):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """As PyTorch's, which would cast states to the parameters' dtype; here they are stored as the constructor said.
 
-        A state of PyTorch's counts steps by parameter, and does not say ``bias_correction``. What a group does not say
-        stays as it is.
+        A state of PyTorch's counts steps by parameter, and does not say ``bias_correction``. An option
+        that a group leaves out keeps its value.
 
         Raises:
             ValueError: moments without a number of steps, or of parameters whose numbers differ; or master weights,

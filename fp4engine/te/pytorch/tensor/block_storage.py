@@ -38,7 +38,7 @@ class BlockStorage(QuantizedTensorStorage):
 
     @classmethod
     def _laid_codes(cls, side: str, operand: Operand, shape: Iterable[int]) -> Tensor:
-        """The codes of a tensor of ``shape`` as they are stored: as it lies, or columnwise as its transpose."""
+        """The stored codes of a tensor of ``shape``: in its own shape, or columnwise in the transposed shape."""
         turned = tuple(shape) if side == "rowwise" else transposed_shape(shape)
         return operand.data[:, : operand.cols].reshape(turned).contiguous()
 

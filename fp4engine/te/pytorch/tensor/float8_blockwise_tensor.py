@@ -23,7 +23,7 @@ _OF_LINES, _OF_SQUARES = ScaleLayout(1, True, (1, 4)), ScaleLayout(128, False, (
 
 
 class Float8BlockwiseQTensorStorage(BlockStorage):
-    """FP8 codes, the columnwise ones those of the transpose [K, ...], and FP32 scales.
+    """FP8 codes, columnwise ones of the transposed tensor [K, ...], and FP32 scales.
 
     Attributes:
         _rowwise_scale_inv: of 1x128, [K / 128, M], with M padded to a multiple of 4; of 128x128, [M / 128, K / 128],
@@ -93,7 +93,7 @@ class Float8BlockwiseQTensorStorage(BlockStorage):
         return self._is_2D_scaled
 
     def fsdp_buffer_fields(self) -> tuple[str, ...]:
-        """Codes and scales of the sides that are there.
+        """Names of the attributes that FSDP2 gathers: codes and scales of the sides that are stored.
 
         Raises:
             NotImplementedError: blocks are 1x128, whose scales do not have the rows first.
@@ -128,7 +128,7 @@ class Float8BlockwiseQTensorStorage(BlockStorage):
         """Take codes and scales of all ranks.
 
         Raises:
-            RuntimeError: the scales are not those of as many blocks.
+            RuntimeError: the number of scales is not the number of blocks.
         """
         data, scales = gathered
         rows, cols = matrix_shape(data.shape)
@@ -213,7 +213,7 @@ class Float8BlockQuantizer(BlockQuantizer):
 
     @staticmethod
     def get_columnwise_shape(shape: Iterable[int]) -> tuple[int, ...]:
-        """Shape of the transposed tensor."""
+        """``shape`` with the last axis first, which is how columnwise codes are stored."""
         return transposed_shape(shape)
 
     def is_requantization_safe(self) -> bool:

@@ -182,7 +182,7 @@ class Float8Tensor(Float8TensorStorage, QuantizedTensor):
 
 
 def _part_of_transpose(tensor: Float8Tensor, made: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    """What ``func``, which makes ``made`` of rowwise codes, makes of those of the transpose; None if it cannot."""
+    """The columnwise codes of the view ``func``, which made ``made`` of the rowwise codes; None if there are none."""
     transpose = tensor._transpose
     assert transpose is not None
     if func is not torch.ops.aten.as_strided.default:

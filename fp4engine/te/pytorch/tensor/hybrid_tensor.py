@@ -111,7 +111,11 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
             part.clear()
 
     def copy_from_storage(self, src: QuantizedTensorStorage) -> None:
-        """Copy the sides that both have."""
+        """Copy codes and scales of the sides that both storages have.
+
+        Raises:
+            TypeError: ``src`` is no hybrid storage.
+        """
         if not isinstance(src, HybridQuantizedTensorStorage):
             raise TypeError(f"copy_from_storage expects HybridQuantizedTensorStorage, got {type(src).__name__}")
         for side in self._SIDES:
@@ -320,7 +324,7 @@ class HybridQuantizer(Quantizer):
         return dst
 
     def make_empty(self, shape: Iterable[int], *, dtype: torch.dtype = torch.float32, **others: Any) -> Any:
-        """As other quantizers', of both sides."""
+        """An uninitialised tensor of ``shape`` with the sides of both quantizers."""
         whole, requires_grad = tuple(shape), others.pop("requires_grad", False)
         parts = {
             f"{side}_storage": by.make_empty(whole, dtype=dtype, **others) for side, by, used in self._each() if used

@@ -95,7 +95,7 @@ class IdentityQuantizer(Quantizer):
     """High precision.
 
     Args:
-        dtype: what values are cast to; None leaves them as they are.
+        dtype: what values are cast to; None keeps their dtype.
     """
 
     tensor_class = IdentityTensor
@@ -124,7 +124,7 @@ class IdentityQuantizer(Quantizer):
         return {"_hp_data": (tuple(shape), self.dtype or torch.float32)}
 
     def make_empty(self, shape: Iterable[int], *, dtype: torch.dtype = torch.float32, **others: Any) -> Any:
-        """As other quantizers', in this one's dtype if it has one."""
+        """An uninitialised tensor of ``shape``, in the quantizer's dtype, or in ``dtype`` if it has none."""
         like = self.copy()
         like.dtype = self.dtype or dtype
         made = Quantizer.make_empty(like, shape, dtype=like.dtype, **others)

@@ -144,10 +144,10 @@ class NVFP4TensorStorage(BlockStorage):
         return self._SIDES["rowwise"][:2]
 
     def fsdp_extract_buffers(self) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
-        """Codes, and scales without rows of padding.
+        """Rowwise codes and scales without padding rows, and the names of their attributes, for FSDP2's gather.
 
         Raises:
-            NotImplementedError: scales lie as tensor cores read them.
+            NotImplementedError: the scales are stored in the swizzled layout that tensor cores read.
         """
         if self._with_gemm_swizzled_scales:
             raise NotImplementedError("FSDP2 gathers NVFP4 scales row by row, and GEMM-swizzled ones are not")
