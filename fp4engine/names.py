@@ -28,7 +28,7 @@ def literal(name: str) -> str:
 
 
 class EndOfName(str):
-    """The last parts of a dotted name of which nobody knows how it begins."""
+    """The end of a dotted name whose beginning is unknown."""
 
 
 def dotted(name: str | None, part: str) -> str:

@@ -29,7 +29,7 @@ _WITHOUT_FORMULA = (
     "aten::miopen_rnn",
     "aten::mkldnn_rnn_layer",
 )
-"""Operators of PyTorch that multiply and that nobody here has a formula for."""
+"""Operators of PyTorch that multiply, and for which this module has no formula of FLOPs."""
 
 
 def _grouped(left: _Shape, right: _Shape, *_: Any, **__: Any) -> int:

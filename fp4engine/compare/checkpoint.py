@@ -41,11 +41,11 @@ class Stateful(Protocol):
     """What a run has beside its model and its optimizer, such as a hook of the optimizer."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What continuing needs."""
+        """What a resumed run needs to continue bit for bit, as ``torch.save`` takes it."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from it."""
+        """Continue from what :meth:`state_dict` returned."""
         ...
 
 

@@ -43,7 +43,7 @@ class Row:
     """A line of the table.
 
     Attributes:
-        gap: to the baseline, in percent.
+        gap: loss above the baseline's, in percent.
         to_first: of a recipe after the first, how much farther from the baseline it is, in percentage points.
         verdict: of a recipe.
     """

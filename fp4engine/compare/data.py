@@ -19,7 +19,7 @@ from torch import Tensor
 from fp4engine.compare.files import InputError, one_line, write_atomically
 
 VALIDATION_SHARE = 20
-"""One document in so many is kept for validation; of fewer documents, so small a part of the end of the text."""
+"""One document in 20 is kept for validation; if there are fewer documents, the last twentieth of the text."""
 
 AT_ONCE = 256
 """Documents that are tokenized together."""
@@ -34,7 +34,7 @@ class Tokens:
 
     Attributes:
         folder: with ``training.npy`` and ``validation.npy``.
-        digest: of both.
+        digest: a digest of both texts.
         training, validation: how many tokens there are.
         unit: what a token is, ``"byte"`` or ``"token"``.
     """

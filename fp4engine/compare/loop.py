@@ -69,11 +69,11 @@ class Pace:
         self.begin = 0.0
 
     def start(self) -> None:
-        """Begin a stretch."""
+        """Begin to time a stretch of steps."""
         self.begin = time.perf_counter()
 
     def stop(self, steps: int) -> None:
-        """End a stretch of so many steps, and begin the next."""
+        """End a stretch of ``steps`` steps, and begin the next."""
         now = time.perf_counter()
         if self.warm:
             self.steps += steps
@@ -83,11 +83,11 @@ class Pace:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """None before there is a stretch after the first."""
+        """The mean over all stretches but the first; None until the second has ended."""
         return self.steps * self.tokens_per_step / self.measured if self.steps else None
 
     def seconds(self, steps: int) -> float | None:
-        """What so many steps will take, at the pace of those so far; None before there is one."""
+        """Seconds that ``steps`` more steps will take at the mean pace; None until the second stretch has ended."""
         return steps * self.measured / self.steps if self.steps else None
 
 

@@ -54,11 +54,11 @@ class About:
     """What the page says beside the runs.
 
     Attributes:
-        name: of the model, or of the runs.
+        name: the name of the model, or of the runs.
         model: in words.
         data: in words.
-        command: that made the runs; empty where somebody else's script did.
-        parameters: of the model.
+        command: the command that made the runs; empty if another script did.
+        parameters: number of the model's parameters.
         unit: what a token is, ``"byte"`` or ``"token"``.
         sensitivity: by label of a recipe; a string says why there is none.
         rankings: more of them, by label.

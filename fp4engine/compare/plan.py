@@ -18,7 +18,7 @@ class Spread:
 
     Attributes:
         name: of the preset, or of the runs.
-        parameters: of the model.
+        parameters: number of the model's parameters.
         tokens: that each run was trained on; bytes, for the models of this project.
         deviation: standard deviation of gaps over seeds, in percentage points, pooled over recipes.
         recipes: how many have told.
@@ -31,7 +31,7 @@ class Spread:
     recipes: int
 
     def seeds(self, gap: float) -> int | None:
-        """How many seeds tell a gap of so many percent from none; None for more than anybody runs."""
+        """How many seeds tell a gap of ``gap`` percent from none; None if it is more than anybody runs."""
         return seeds_for(self.deviation, gap)
 
 

@@ -38,7 +38,7 @@ LOSSES_KEPT = 400
 
 ROWS_AT_ONCE = 32
 SECONDS_AT_ONCE = 5.0
-"""Rows wait until there are so many, or so long: writing them waits for the GPU, whose tensors they hold."""
+"""Rows wait for others or for this time: writing them waits for the GPU, whose tensors they hold."""
 
 
 @dataclass(frozen=True)

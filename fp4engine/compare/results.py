@@ -26,7 +26,7 @@ class Result:
     """What a finished run left.
 
     Attributes:
-        path: of its file.
+        path: the run's file.
         header: its first line: ``label``, ``key``, ``seed``, ``setting``, ``recipe``, ``extra`` and where it ran.
         losses: ``(step, training loss)``, steps rising; NaN where it is not finite.
         validation: ``(step, validation loss)``.

@@ -43,7 +43,7 @@ class Job:
     keep: Path | None = None
 
     def is_done(self, places: Places) -> bool:
-        """Whether it has finished before."""
+        """Whether the run has finished, in this session or an earlier one."""
         return self.run.path(places.finished, self.task.setting()).exists()
 
 

@@ -29,7 +29,7 @@ MOST_UNITS = 24
 """Layers of larger models are tried together, block by block."""
 
 CLEAR_OF_NOISE = 2.0
-"""A part costs something if that is so many times the noise."""
+"""A part counts as costly if its gap is more than this many times the noise."""
 
 SHARE = 0.9
 """Of the linear layers' FLOPs, that must stay in the recipe; one part may always leave it."""
@@ -92,12 +92,12 @@ class Sensitivity:
         return float(result.statistic)
 
     def is_clear(self, unit: Unit) -> bool:
-        """Whether what it costs is more than noise."""
+        """Whether the gap of ``unit`` is more than :data:`CLEAR_OF_NOISE` times the noise."""
         return unit.gap > CLEAR_OF_NOISE * self.noise
 
 
 def short(task: Task, weights: Path, steps: int) -> Task:
-    """The task of the short runs: from ``weights`` on, so many steps at one rate."""
+    """The task of the short runs: ``steps`` steps from ``weights`` on, at one learning rate."""
     return replace(
         task, steps=steps, evaluate_every=steps, start=(weights, file_digest(weights)), short=True,
         learning_rate=RATE_SHARE * task.learning_rate,

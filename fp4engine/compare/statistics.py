@@ -180,5 +180,5 @@ def noise(pairs: Sequence[tuple[BySeed, BySeed]]) -> list[float]:
 
 
 def root_mean_square(values: Sequence[float]) -> float | None:
-    """None of no values."""
+    """The root mean square of ``values``; None if there are none."""
     return math.sqrt(statistics.fmean(value * value for value in values)) if values else None

@@ -26,8 +26,8 @@ from fp4engine.recipe.argument import imported
 
 VALIDATION_TOKENS = 2**16
 VALIDATION_SHARE = 8
-"""The last validation loss is a mean over about so many tokens, or over an eighth of the tokens trained on if that is
-less; one on the way is a mean over an eighth of those. All are the same tokens in every run."""
+"""The last validation loss is a mean over about ``VALIDATION_TOKENS`` tokens, or over an eighth of the tokens trained on
+if that is less. A validation before the end takes an eighth of them. The tokens are the same in every run."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
@@ -40,7 +40,7 @@ class Task:
     """Everything about a run but its recipe, its seed, and what it does of its own. It travels to other processes.
 
     Attributes:
-        steps: of the optimizer.
+        steps: how many steps the optimizer takes.
         batch: sequences of one forward pass.
         sequence: tokens of a sequence.
         accumulation: forward passes of a step.
@@ -152,7 +152,7 @@ class Task:
 
 
 class Hook(Stateful):
-    """What :meth:`Task.hooks` returns."""
+    """Changes a run as it trains; :meth:`Task.hooks` returns such objects."""
 
     def after_step(self) -> None:
         """Called after every step of the optimizer."""

@@ -49,7 +49,7 @@ DRAWS = 4
 """Backward passes that tell the noise of a gradient from its bias."""
 
 SAVING_SHARE = 30
-"""A checkpoint is due after so many times as long as the last one took, so that saving takes 3% at most."""
+"""A checkpoint is due when this many times the duration of saving the last one has passed: saving takes 3% at most."""
 
 Outcome = Literal["finished", "stopped"]
 
@@ -69,7 +69,7 @@ class Places:
     save_every: float = 60.0
 
     def waiting(self, task: Task, run: Run) -> Path:
-        """Where a run waits."""
+        """Folder of a run that has not finished, with its checkpoints."""
         return self.scratch / run.key(task.setting())
 
 

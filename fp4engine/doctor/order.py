@@ -32,7 +32,7 @@ class Answers(NamedTuple):
     """What a device gave to one kind of probe.
 
     Attributes:
-        bits: of its FP32 results, in hexadecimal, one after the other.
+        bits: bits of the FP32 results, in hexadecimal, one after the other.
         agreeing: under each of the model's variants, how many of the results are that variant's.
     """
 

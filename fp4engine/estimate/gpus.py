@@ -11,7 +11,7 @@ class GPU:
         name: as ``--gpu`` takes it.
         memory: bytes.
         bf16, fp8, fp4: dense peaks in FLOP/s; None without such tensor cores.
-        bandwidth: of its memory, bytes/s.
+        bandwidth: memory bandwidth, bytes/s.
         source: where the numbers are from.
         measured: whether estimates were compared with runs on this GPU; a time for another is a prediction.
     """

@@ -19,7 +19,7 @@ class Estimate:
         temporary: what is alive at the peak beyond all of the above.
         peak: the most that is allocated at once.
         tokens: in one step of one GPU.
-        seconds: of one step, without communication.
+        seconds: time of one step, without communication.
         share_of_peak: FLOPs of the model, 6 per parameter of a linear layer and token, fewer where a gradient is not
             made, and the causal attention, without what runs again in the backward pass, over what the BF16 tensor
             cores could do in ``seconds``.

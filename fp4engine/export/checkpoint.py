@@ -91,7 +91,7 @@ class ExportReport:
     """What :func:`export_checkpoint` wrote; ``print(report)`` shows it as a table.
 
     Attributes:
-        directory: of the checkpoint.
+        directory: where the checkpoint is.
         format: ``"compressed-tensors"`` or ``"modelopt"``.
         layers: the weights in codes, in the model's order.
         left_alone: ``module in checkpoints -> why it stayed as it was``, of all other modules that multiply.

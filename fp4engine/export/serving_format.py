@@ -41,7 +41,7 @@ class WeightForm:
     Attributes:
         name: what users read.
         spec: decodes what is stored, and says how inputs are cast beside it.
-        arguments: of the weight, in compressed-tensors' words.
+        arguments: how weights are quantized, in compressed-tensors' words.
         inputs: ``how inputs are cast -> arguments`` of the input; those that are never stored have none.
         algorithms: ``how inputs are cast -> name of that in ModelOpt``; empty where ModelOpt has no such form.
     """
@@ -186,7 +186,7 @@ class ServingFormat:
             None for what the form does not have.
         config_file: the file that says what is quantized.
         caches: names of the scales of cached keys and values, FP32 [1], ``amax / 448``, after the attention's.
-        cache_formats: of keys and values.
+        cache_formats: formats in which keys and values are cached.
     """
 
     name: str

@@ -14,7 +14,7 @@ class Part(NamedTuple):
     parts have the outer amax of the whole matrix.
 
     Attributes:
-        rows: of the matrix.
+        rows: number of the matrix's rows.
         codes, scales: bytes of both; codes are [rows, padded cols], scales [rows / block rows, blocks].
         amax: where the outer amax begins, FP32; a multiple of ``ALIGNMENT``.
         size: bytes of the part, a multiple of ``ALIGNMENT``: the next part begins where kernels can read words.

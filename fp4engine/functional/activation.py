@@ -80,7 +80,7 @@ class Activation:
 
     @property
     def is_gated(self) -> bool:
-        """True if it halves the last axis."""
+        """True if half of the last axis is a gate, so that the value's last axis is half as long."""
         return self.name not in PLAIN
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -58,7 +58,7 @@ class Direction(NamedTuple):
         paths: what runs.
         draws: whether the launch takes draws from the state of the random stream itself.
         results: how many tensors are results.
-        layout: of what is saved.
+        layout: layout of the record that the forward pass saves.
         inputs: positions of inputs that are saved too, behind what the launch returns.
     """
 
@@ -85,7 +85,7 @@ def run_forward(
     Args:
         x: [M, K], or what the layer's function reads.
         given: the weight as it was cast before.
-        parameters: of a norm that the input has to go through.
+        parameters: gamma and beta of a norm that the input has to go through.
     """
     plan, template, kept_before = call.plan, None, []
     names: Names = ("x", "weight", "bias")

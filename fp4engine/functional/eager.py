@@ -75,17 +75,17 @@ class Eager:
         return made
 
     def _form(self, spec: CastSpec | None, backend: str) -> ops.Form:
-        """The form of an operand that a product reads at once and that nobody keeps."""
+        """The form, codes or values, of an operand that one product reads and that is not kept."""
         return "codes" if spec is None else ops.transient_form(spec.key, self.device, backend)
 
     def recall(self, quantizer: Quantizer, kept: Stored, columnwise: bool) -> Operand:
-        """What was kept, as an operand of a product."""
+        """The operand of a product, from what the forward pass kept: one side of ``kept``, or ``kept`` itself."""
         if isinstance(kept, Operand):
             return kept
         return (kept.columnwise if columnwise else kept.rowwise)(quantizer.backend)
 
     def in_dtype(self, operand: Operand, dtype: torch.dtype) -> Operand:
-        """The operand; if it is not quantized, in ``dtype``."""
+        """``operand``, converted to ``dtype`` if it is not quantized."""
         return operand if operand.spec is not None else Operand.dense(operand.data.to(dtype))
 
     def decode(self, operand: Operand, dtype: torch.dtype, backend: str) -> Tensor:

@@ -37,7 +37,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class NotCovered(Exception):
-    """No kernels compute a part of the layer."""
+    """Raised where no kernels compute a part of the layer."""
 
 
 class Fused:

@@ -75,7 +75,7 @@ class Norm:
 
     @property
     def initial_gamma(self) -> float:
-        """The initial gamma, with which the factor is one."""
+        """The initial gamma, by which the norm scales by 1: 0 if gamma is zero-centred, else 1."""
         return 0.0 if self.zero_centered_gamma else 1.0
 
     def __call__(self, x: Tensor, gamma: Tensor, beta: Tensor | None) -> Tensor:
@@ -107,17 +107,17 @@ class Norm:
 
     @property
     def kernel(self) -> str:
-        """Name in the kernels."""
+        """The norm's name in :mod:`fp4engine.kernels`."""
         return self.kind
 
     is_gated = False
 
     def vectors(self, gamma: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """What the kernels multiply by and add."""
+        """The factor and the addend that kernels apply, FP32 if gamma is zero-centred."""
         return gamma.float() + 1 if self.zero_centered_gamma else gamma, beta
 
     def is_fusable(self, dtype: torch.dtype) -> bool:
-        """Whether kernels compute it in ``dtype``."""
+        """Whether kernels compute this norm for an input in ``dtype``."""
         return True
 
     def source(self, x: Tensor, dtype: torch.dtype, gamma: Tensor, beta: Tensor | None) -> tuple[ops.Source, Tensor]:

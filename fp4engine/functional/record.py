@@ -18,7 +18,7 @@ class Slot(NamedTuple):
         tensor: its index.
         start, shape, dtype: of a part of a tensor of bytes: the byte at which it begins, and what it is; None for a
             whole tensor.
-        turned: whether what is meant is the transposed tensor.
+        turned: whether the slot stands for the transposed tensor.
     """
 
     tensor: int

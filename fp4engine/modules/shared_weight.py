@@ -16,7 +16,7 @@ class SharedWeight(NamedTuple):
 
     Attributes:
         weight: a DTensor.
-        plan: of the layer.
+        plan: the layer's plan.
         group: the ``amax_reduction_group`` of the autocast region, or None.
         groups: all process groups over which the amaxes are shared.
         found_for: the plan, and the names of the groups, see :func:`amaxes_needed`.

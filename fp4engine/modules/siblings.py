@@ -27,18 +27,18 @@ class ModulePlace:
 
     @property
     def module(self) -> torch.nn.Module:
-        """What is there now."""
+        """The module that is at this place now."""
         return self.parent.get_submodule(self._last)
 
     @property
     def weight(self) -> Tensor:
-        """The weight of what is there now."""
+        """The weight of the module that is at this place now."""
         return self.parent.get_parameter(f"{self._last}.weight").detach()
 
 
 @dataclass(frozen=True)
 class Siblings:
-    """``() ->`` the weights at ``others``, the siblings of what is at ``own``; equal for the same places."""
+    """``() ->`` the weights at ``others``, siblings of the module at ``own``; equal to another with the same places."""
 
     own: ModulePlace
     others: tuple[ModulePlace, ...]

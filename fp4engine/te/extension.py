@@ -40,6 +40,6 @@ def dequantize(input: QuantizedTensor, otype: DType | int) -> Tensor:
 def split_quantize(
     tensor: Tensor, split_sections: Sequence[int], quantizer_list: Sequence[Quantizer], **_: Any
 ) -> list[QuantizedTensor]:
-    """Consecutive slices of so many rows, each by a quantizer of its own."""
+    """Consecutive slices of ``tensor``, of ``split_sections`` rows, each quantized by its own quantizer."""
     parts = tensor.split(list(split_sections))
     return [quantizer(part) for quantizer, part in zip(quantizer_list, parts, strict=True)]

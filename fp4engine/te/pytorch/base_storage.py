@@ -153,7 +153,7 @@ class QuantizedTensorStorage:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors lie."""
+        """The device of the stored tensors."""
         if isinstance(self, torch.Tensor):
             return torch.Tensor.device.__get__(self, type(self))  # pyright: ignore[reportAttributeAccessIssue]
         return self._device_of_tensors()
@@ -225,7 +225,7 @@ class QuantizedTensorStorage:
         return bool(names) and all(getattr(self, name) is not None for name in names)
 
     def get_usages(self) -> dict[str, bool]:
-        """Which sides are there."""
+        """Which sides are stored."""
         return {side: self.has(side) for side in self._SIDES}
 
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
@@ -256,7 +256,7 @@ class QuantizedTensorStorage:
         return None
 
     def clear(self) -> None:
-        """Give back the memory of what is stored; the shape stays what it is."""
+        """Release the memory of codes and scales; the shape stays known."""
         for tensor in self._tensors().values():
             if tensor is not None:
                 tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)

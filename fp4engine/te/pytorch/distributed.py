@@ -19,7 +19,7 @@ class CudaRNGStatesTracker:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Forget all states."""
         self.states_: dict[str, Tensor] = {}
         self.seeds_: set[int] = set()
 

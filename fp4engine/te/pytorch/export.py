@@ -1,4 +1,4 @@
-"""ONNX export, which is not there."""
+"""ONNX export, which fp4engine does not support."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -16,5 +16,5 @@ def onnx_export(enabled: bool = False) -> AbstractContextManager[Any]:
 
 
 def is_in_onnx_export_mode() -> bool:
-    """Never."""
+    """False, since there is no ONNX export."""
     return False

@@ -1,4 +1,4 @@
-"""Keys and values of what is being generated."""
+"""Caches of keys and values, for generating text."""
 
 from collections import OrderedDict
 from typing import Any

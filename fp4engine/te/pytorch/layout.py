@@ -48,7 +48,7 @@ class ScaleLayout(NamedTuple):
     multiples: tuple[int, int]
 
     def shape(self, rows: int, blocks: int) -> tuple[int, int]:
-        """Shape of the attribute."""
+        """Shape, with padding, in which the scales of ``rows`` x ``blocks`` are stored."""
         axes = -(-rows // self.height), blocks
         first, second = axes[::-1] if self.is_turned else axes
         return up_to(first, self.multiples[0]), up_to(second, self.multiples[1])
@@ -115,7 +115,7 @@ def rectangle(part: Tensor, cols: int) -> tuple[slice, slice] | None:
 
 
 def remember(tensor: Tensor, source: Tensor) -> None:
-    """Keep beside ``tensor`` what it was computed from, for as long as nobody writes into it."""
+    """Keep ``source``, which ``tensor`` was computed from, as its attribute, valid until somebody writes into it."""
     kept: Any = tensor
     kept.source_and_version = source, _version(tensor)
 

@@ -114,7 +114,7 @@ class LayerNormLinear(TransformerEngineBaseModule, modules.LayerNormLinear):
         return self._returned(self._run(super().forward, inp, is_first_microbatch))
 
     def reset_layer_norm_parameters(self) -> None:
-        """Let the norm be the identity."""
+        """Reset gamma and beta, so that the norm scales by 1 and adds 0."""
         self._reset_norm()
 
 
@@ -161,7 +161,7 @@ class LayerNormMLP(TransformerEngineBaseModule, modules.LayerNormMLP):
         return self._returned(self._run(forward, inp, is_first_microbatch))
 
     def reset_layer_norm_parameters(self) -> None:
-        """Let the norm be the identity."""
+        """Reset gamma and beta, so that the norm scales by 1 and adds 0."""
         self._reset_norm()
 
 

@@ -59,7 +59,7 @@ class LayerNorm(_NormHabits, modules.LayerNorm):
     """Arguments of ``transformer_engine.pytorch.LayerNorm``, in its order; ``sequence_parallel`` has no effect."""
 
     def reset_layer_norm_parameters(self) -> None:
-        """As :meth:`reset_parameters`."""
+        """Older name of :meth:`reset_parameters`."""
         self.reset_parameters()
 
 
@@ -67,7 +67,7 @@ class RMSNorm(_NormHabits, modules.RMSNorm):  # pyright: ignore[reportIncompatib
     """Arguments of ``transformer_engine.pytorch.RMSNorm``, in its order; ``sequence_parallel`` has no effect."""
 
     def reset_rms_norm_parameters(self) -> None:
-        """As :meth:`reset_parameters`."""
+        """Older name of :meth:`reset_parameters`."""
         self.reset_parameters()
 
 

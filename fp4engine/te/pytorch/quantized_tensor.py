@@ -173,7 +173,7 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: igno
         return self.to(device=torch.device("cpu"))
 
     def view(self, *shape: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """A view, by PyTorch's operation."""
+        """A view with the same bytes under other leading axes, as ``torch.Tensor.view`` makes it."""
         return torch.Tensor.view(self, *shape)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:

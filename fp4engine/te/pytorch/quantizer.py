@@ -117,7 +117,7 @@ class Quantizer:
         return self.around(operands.shape, operands.dtype, operands.device, arguments)
 
     def around(self, shape: torch.Size, dtype: torch.dtype, device: torch.device, arguments: dict[str, Any]) -> Any:
-        """A tensor, or a storage, of constructor's ``arguments``."""
+        """A tensor, or a storage if this quantizer is ``internal``, constructed with ``arguments``."""
         if self.internal:
             made = self.storage_class(fake_dtype=dtype, quantizer=self, **arguments)
             made._told_shape = torch.Size(shape)  # ragged axes are padded in what is stored
@@ -126,11 +126,11 @@ class Quantizer:
 
     @property
     def storage_class(self) -> type[QuantizedTensorStorage]:
-        """What is made if this quantizer is ``internal``."""
+        """The class of storages that an ``internal`` quantizer makes."""
         return self.tensor_class.storage_class()
 
     def storage_words(self) -> dict[str, Any]:
-        """What constructors of tensors are told beside tensors."""
+        """Arguments that constructors of quantized tensors take besides tensors."""
         return {}
 
     def _operands(self, tensor: Tensor, **given: Any) -> Operands:
@@ -227,12 +227,12 @@ class Quantizer:
         raise NotImplementedError(f"{type(self).__name__} does not say what it stores: define inner_tensor_specs()")
 
     def storage_metadata(self, fake_dtype: torch.dtype) -> dict[str, Any]:
-        """The class of what is made, and what its constructor is told beside tensors."""
+        """The class that this quantizer makes, and the arguments of its constructor besides tensors."""
         words = {**self.storage_words(), "quantizer": self, "fake_dtype": fake_dtype}
         return {"cls": self.storage_class if self.internal else self.tensor_class, "nontensor_kwargs": words}
 
     def alloc_tensors(self, shape: Iterable[int], *, device: torch.device | str | None = None) -> dict[str, Tensor]:
-        """Memory for :meth:`inner_tensor_specs`, which nobody has written."""
+        """Uninitialised tensors of the shapes and dtypes of :meth:`inner_tensor_specs`."""
         place = torch.device("cuda" if device is None else device)
         specs = self.inner_tensor_specs(tuple(shape)).items()
         return {name: torch.empty(size, dtype=kind, device=place) for name, (size, kind) in specs}
@@ -252,7 +252,7 @@ class Quantizer:
         return True
 
     def is_requantization_safe(self) -> bool:
-        """Whether quantizing a tensor twice gives the same twice."""
+        """Whether a tensor may be quantized twice with the same result; False unless a class knows better."""
         return False
 
     def supports_only_rowwise_all_gather(self) -> bool:
@@ -311,7 +311,7 @@ class ByMethod(FrozenQuantizer):
 
     @classmethod
     def of(cls, asked: Quantizer, frozen: FrozenQuantizer) -> "ByMethod":
-        """``asked``, which casts as ``frozen`` says."""
+        """A quantizer for modules that calls ``asked``, with the casts of ``frozen``."""
         made = cls(frozen.rowwise_spec, frozen.columnwise_spec, frozen.columnwise_source, frozen.stream, frozen.backend)
         object.__setattr__(made, "asked", asked)
         return made

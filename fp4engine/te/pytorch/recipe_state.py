@@ -26,14 +26,14 @@ AnyRecipe = Recipe | FrozenRecipe
 
 
 def get_fp8_te_dtype(fp8_recipe: AnyRecipe, fprop_tensor: bool = True) -> DType:
-    """Element format of forward tensors or of gradients."""
+    """FP8 element format under the recipe: of forward tensors, or of gradients if ``fprop_tensor`` is False."""
     name = as_frozen(fp8_recipe).fp8_format  # pyright: ignore[reportAttributeAccessIssue]
     is_e4m3 = name is Format.E4M3 or (name is Format.HYBRID and fprop_tensor)
     return DType.kFloat8E4M3 if is_e4m3 else DType.kFloat8E5M2
 
 
 def get_fp8_torch_dtype(fp8_recipe: AnyRecipe, fprop_tensor: bool = True) -> torch.dtype:
-    """As :func:`get_fp8_te_dtype`, by PyTorch's name."""
+    """The format of :func:`get_fp8_te_dtype` as a ``torch.dtype``."""
     is_e4m3 = get_fp8_te_dtype(fp8_recipe, fprop_tensor) is DType.kFloat8E4M3
     return torch.float8_e4m3fn if is_e4m3 else torch.float8_e5m2
 
@@ -44,7 +44,7 @@ def get_fp4_te_dtype(fp4_recipe: AnyRecipe) -> DType:
 
 
 def get_fp8_max(fp8_recipe: AnyRecipe, fprop_tensor: bool = True) -> float:
-    """Largest magnitude of forward tensors or of gradients."""
+    """Largest magnitude of the format of :func:`get_fp8_te_dtype`."""
     is_e4m3 = get_fp8_te_dtype(fp8_recipe, fprop_tensor) is DType.kFloat8E4M3
     return Format.E4M3.value.max_fwd if is_e4m3 else Format.E5M2.value.max_fwd
 
@@ -118,7 +118,7 @@ class RecipeState:
         return False
 
     def make_quantizers(self) -> list[Any]:
-        """The quantizer of each tensor."""
+        """A quantizer for each of the ``num_quantizers`` tensors."""
         return [self._make(self._slot_tensor_type(index)) for index in range(self.num_quantizers)]
 
     def _make(self, tensor_type: str) -> Quantizer:

@@ -393,7 +393,7 @@ class FP8GlobalStateManager(metaclass=_ByEarlierNames):
 
     @staticmethod
     def restore_fp8_meta_tensors(fp8_meta: dict[str, Any]) -> None:
-        """Go on after a repetition with what was there before it."""
+        """Restore the forward scales and amax history that the module had before its forward was recomputed."""
         if _remembers(fp8_meta):
             fp8_meta["scaling_fwd"].amax_history.copy_(fp8_meta["updated_amax_history_fwd"])
             fp8_meta["scaling_fwd"].scale.copy_(fp8_meta["updated_scale_fwd"])
@@ -412,7 +412,7 @@ class FP8GlobalStateManager(metaclass=_ByEarlierNames):
 
     @classmethod
     def get_skip_fp8_weight_update_tensor(cls) -> None:
-        """None."""
+        """None, since ``is_first_microbatch`` says whether a weight is cast again."""
         return None
 
     @classmethod

@@ -25,7 +25,7 @@ class GEMMType(enum.Enum):
 
 @dataclass(frozen=True)
 class MMParams:
-    """What ``qgemm`` is told of the product besides its operands."""
+    """Settings of a product that ``qgemm`` gets besides the operands."""
 
     out_dtype: torch.dtype | None = None
     use_split_accumulator: bool = True

@@ -47,7 +47,7 @@ def mxfp8_factory(role: Role) -> MXFP8Quantizer:
 
 
 def nvfp4_factory(role: Role) -> NVFP4Quantizer:
-    """As :class:`NVFP4BlockScaling`."""
+    """NVFP4 as :class:`NVFP4BlockScaling`: weights in 16x16 blocks, others rotated, gradients rounded stochastically."""
     kind = linear_type(role)
     if kind == "weight":
         return NVFP4Quantizer(with_2d_quantization=True)

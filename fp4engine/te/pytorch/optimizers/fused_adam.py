@@ -202,7 +202,7 @@ class FusedAdam(ZeroGrad, torch.optim.Adam):
             self.set_scaled_state(param, "master_param", values.clone())
 
     def initialize_state(self, param: Tensor, store_param_remainders: bool = False) -> None:
-        """Make what is remembered of ``param``, as the first step does."""
+        """Make the moments and master weights of ``param``, as its first step would."""
         self._require_state(param, MOMENTS)
 
     def get_unscaled_state(self, param: Tensor, state_name: str, skip_unscale: bool = False) -> Tensor:

@@ -120,7 +120,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
         return metadata
 
     def fsdp_buffer_fields(self) -> tuple[str, ...]:
-        """The codes; all ranks have one scale."""
+        """The name of the attribute with the codes, which FSDP2 gathers; the scale is the same on all ranks."""
         return ("_transpose",) if self._data is None and self._transpose is not None else ("_data",)
 
     def fsdp_extract_buffers(self) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:

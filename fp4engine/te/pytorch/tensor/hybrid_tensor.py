@@ -123,7 +123,7 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
                 getattr(self, f"_{side}_storage").copy_from_storage(getattr(src, f"_{side}_storage"))
 
     def prepare_for_saving(self) -> tuple[list[Tensor | None], QuantizedTensorStorage]:
-        """The tensors of both sides, which are gone from there."""
+        """Take the tensors out of both sides, and return them with this storage."""
         return [tensor for part in self._stored() for tensor in part.prepare_for_saving()[0]], self
 
     def restore_from_saved(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -152,11 +152,11 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         raise RuntimeError(f"torch.compile does not take a {type(self).__name__}, whose sides are tensors in tensors")
 
     def fsdp_buffer_fields(self) -> tuple[str, ...]:
-        """What both sides gather, one after the other."""
+        """Names of the attributes that FSDP2 gathers, of the rowwise and then of the columnwise side."""
         return tuple(name for part in self._stored() for name in part.fsdp_buffer_fields())
 
     def fsdp_extract_buffers(self) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
-        """What both sides gather.
+        """The tensors of both sides that FSDP2 gathers.
 
         Raises:
             NotImplementedError: a side is a storage, which is no tensor, or cannot be gathered.

@@ -73,11 +73,11 @@ class MXFP8TensorStorage(BlockStorage):
         return MXFP8Quantizer(self._fp8_dtype)
 
     def fsdp_buffer_fields(self) -> tuple[str, ...]:
-        """Codes and scales of the sides that are there."""
+        """Names of the attributes that FSDP2 gathers: codes and scales of the sides that are stored."""
         return tuple(name for side in self._SIDES if self.has(side) for name in self._SIDES[side])
 
     def fsdp_extract_buffers(self) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
-        """Codes, and scales without rows of padding.
+        """Codes and scales, without padding rows, of the sides that are stored, for FSDP2's gather.
 
         Raises:
             NotImplementedError: scales lie as tensor cores read them.
