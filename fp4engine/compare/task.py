@@ -26,7 +26,7 @@ from fp4engine.recipe.argument import imported
 
 VALIDATION_TOKENS = 2**16
 VALIDATION_SHARE = 8
-"""The last validation loss is a mean over about ``VALIDATION_TOKENS`` tokens, or over an eighth of the tokens trained on
+"""The last validation loss is a mean over about ``VALIDATION_TOKENS`` tokens, or over an eighth of the trained tokens
 if that is less. A validation before the end takes an eighth of them. The tokens are the same in every run."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")

@@ -406,7 +406,7 @@ def _difference(got: Tensor, wanted: Tensor) -> str:
 
 
 def _run(name: str, device: torch.device, operator: str, compare: Callable[[], str]) -> Check:
-    """One check; a fault that raises is a failure of that check and not the end of the others."""
+    """Run one check; an exception in it is a failure of this check, and the others go on."""
     before = ops.executed_paths()
     try:
         failure = compare()

@@ -118,7 +118,7 @@ class Gemms(Named):
 
     @property
     def unseen(self) -> str:
-        """Why listeners get other tensors than this module multiplies, and other casts; empty if they get the same."""
+        """Why listeners get other tensors and casts than this module multiplies by; empty if they get the same."""
         return ""
 
     def _renamed(self) -> None:

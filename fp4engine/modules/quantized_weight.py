@@ -209,11 +209,11 @@ class QuantizedWeight(torch.Tensor):
         self._refuse_view("__dlpack__")
 
     def is_shared(self) -> bool:
-        """Whether all that is stored lies in shared memory."""
+        """Whether codes, scales and amax lie in shared memory."""
         return all(tensor.is_shared() for tensor in self.tensors())
 
     def share_memory_(self) -> "QuantizedWeight":
-        """Move what is stored to shared memory."""
+        """Move codes, scales and amax to shared memory."""
         for tensor in self.tensors():
             tensor.share_memory_()
         return self

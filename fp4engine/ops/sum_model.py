@@ -88,7 +88,7 @@ def probe(seed: int, device: torch.device, rows: int = ROWS, terms: int = TERMS)
 
 
 def values(operand: Operand) -> Tensor:
-    """What was multiplied, on the CPU."""
+    """The values that the operand's codes and block scales decode to, FP32, on the CPU."""
     assert operand.scale_inv is not None
     return reference.decode(operand.data.cpu(), operand.scale_inv.cpu(), SPEC)
 

@@ -206,7 +206,7 @@ class Recipe:
 
     @classmethod
     def nvfp4(cls) -> bool:
-        """Whether this is TransformerEngine's NVFP4 recipe; the next ones ask for its others."""
+        """Whether this is TransformerEngine's NVFP4 recipe; the methods below ask about its other recipes."""
         return cls._is_a("NVFP4BlockScaling")
 
     @classmethod

@@ -81,12 +81,12 @@ class Float8CurrentScaling(_FP8Recipe):
     fp8_quant_fwd_weight = fp8_quant_bwd_grad = fp8_quant_fwd_inp
 
     def casts(self, tensor_type: str) -> Casts:
-        """Both operands alike."""
+        """The casts of a role, whose rowwise and columnwise operands are cast alike."""
         spec = fp8(_element(self.fp8_format, tensor_type), power_of_two=self.use_power_2_scales)
         return Casts(spec, spec)
 
     def mm_params(self, gemm: str) -> MMParams:
-        """The option of that GEMM."""
+        """The settings of a GEMM: ``"fprop"``, ``"dgrad"`` or ``"wgrad"``."""
         require_one_of("gemm", gemm, GEMMS)
         return getattr(self, _GEMM_OPTIONS[gemm])
 
@@ -137,7 +137,7 @@ class DelayedScaling(_FP8Recipe):
             require_one_of("amax_compute_algo", self.amax_compute_algo, ("max", "most_recent"))
 
     def casts(self, tensor_type: str) -> Casts:
-        """Both operands alike."""
+        """The casts of a role, whose rowwise and columnwise operands are cast alike."""
         spec = fp8(_element(self.fp8_format, tensor_type), margin=self.margin)
         return Casts(spec, spec)
 
@@ -195,7 +195,7 @@ class Float8BlockScaling(_FP8Recipe):
     fp8_quant_fwd_weight = fp8_quant_bwd_grad = fp8_quant_fwd_inp
 
     def casts(self, tensor_type: str) -> Casts:
-        """Both operands alike."""
+        """The casts of a role, whose rowwise and columnwise operands are cast alike."""
         element = _element(self.fp8_format, tensor_type)
         rows = 128 if getattr(self, _BLOCK_DIMS[tensor_type]) == 2 else 1
         spec = fp8_block(element, rows, power_of_two=not self.use_f32_scales)
@@ -225,7 +225,7 @@ class MXFP8BlockScaling(_FP8Recipe):
         require_one_of("margin", self.margin, (0,))
 
     def casts(self, tensor_type: str) -> Casts:
-        """Both operands alike."""
+        """The casts of a role, whose rowwise and columnwise operands are cast alike."""
         rows = 32 if tensor_type == "weight" and self.enable_2d_quantization else 1
         spec: CastSpec = mx(_element(self.fp8_format, tensor_type), ScaleRule.TOPBINADE, rows=rows)
         return Casts(spec, spec)

@@ -47,7 +47,7 @@ def mxfp8_factory(role: Role) -> MXFP8Quantizer:
 
 
 def nvfp4_factory(role: Role) -> NVFP4Quantizer:
-    """NVFP4 as :class:`NVFP4BlockScaling`: weights in 16x16 blocks, others rotated, gradients rounded stochastically."""
+    """NVFP4 as :class:`NVFP4BlockScaling`: weights in 16x16 blocks, others rotated, gradients also stochastic."""
     kind = linear_type(role)
     if kind == "weight":
         return NVFP4Quantizer(with_2d_quantization=True)
