@@ -25,7 +25,7 @@ from fp4engine.frozen_weights import StoredWeights, describe_stored, quantize_we
 from fp4engine.functional.cast import require_castable
 from fp4engine.modules import Linear, QuantizedWeight
 from fp4engine.modules.gemms import Gemms
-from fp4engine.modules.inputs import unusable_devices
+from fp4engine.modules.inputs import cast_by_autocast, unusable_devices
 from fp4engine.modules.learned_scales import LearnedScales
 from fp4engine.modules.shared_amax import SHARED_SCALES, require_shared_scales, share_amax, sibling_groups
 from fp4engine.modules.weight_places import weight_places
@@ -339,18 +339,40 @@ def linear_ste(
     *,
     input_spec: CastSpec | None = None,
     weight_spec: CastSpec | None = NVFP4,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """``y = Q(x) Q(w)^T + b`` as a dense product, with ``dx = dy Q(w)`` and ``dw = dy^T Q(x)``.
 
     Args:
         x: [..., K]; weight: [N, K]; bias: [N] or None.
         input_spec, weight_spec: None leaves that side in high precision, as the input is unless a spec is given.
+        out_dtype: dtype of ``y`` [..., N]: float16, bfloat16, float32 or float64. Sums are kept in the narrowest dtype
+            that holds it and the operands' (those of ``torch.autocast`` inside it), bias included, and rounded once;
+            gradients have the dtypes of what they belong to. None leaves the dtype to ``torch.nn.functional.linear``.
 
     Raises:
-        ValueError: ``x`` or ``weight`` is no tensor, or they lie on different devices.
+        ValueError: ``x`` or ``weight`` is no tensor, or they lie on different devices; another ``out_dtype``, or one
+            beside operands of several dtypes.
     """
     if getattr(x, "device", None) != getattr(weight, "device", ""):
         raise unusable_devices(x, weight)
+    if out_dtype is not None:
+        require_one_of("out_dtype", out_dtype, (torch.float16, torch.bfloat16, torch.float32, torch.float64))
     left = x if input_spec is None else fake_quantize(x, input_spec)
     right = weight if weight_spec is None else ste_weight(weight, weight_spec)
-    return torch.nn.functional.linear(left, right, bias)
+    if out_dtype is None:
+        return torch.nn.functional.linear(left, right, bias)
+    return _linear_in(out_dtype, left, right, bias)
+
+
+def _linear_in(out_dtype: torch.dtype, left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
+    """``left @ right.T + bias`` with the operands' values, rounded once to ``out_dtype``."""
+    device = left.device.type
+    operands = [cast_by_autocast(x) for x in (left, right, bias) if x is not None]
+    given = {x.dtype for x in operands}
+    if len(given) > 1 or not left.is_floating_point():
+        dtypes = ", ".join(str(x.dtype) for x in operands)
+        raise ValueError(f"out_dtype needs x, weight and bias of one floating-point dtype, got {dtypes}")
+    wide = torch.promote_types(given.pop(), out_dtype)
+    with torch.autocast(device, enabled=False):
+        return torch.nn.functional.linear(*(x.to(wide) for x in operands)).to(out_dtype)

@@ -1,5 +1,6 @@
 """Fake quantization: the forward is the cast, the gradient passes straight through."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -47,6 +48,48 @@ def test_either_side_may_stay_in_high_precision() -> None:
     x, w = torch.randn(5, 48), torch.randn(16, 48)
     assert torch.equal(linear_ste(x, w), torch.nn.functional.linear(x, ste_weight(w)))
     assert torch.equal(linear_ste(x, w, weight_spec=None), torch.nn.functional.linear(x, w))
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_out_dtype_is_what_sums_are_rounded_to_once(dtype: torch.dtype, out_dtype: torch.dtype) -> None:
+    x, w = (torch.randn(rows, 48, dtype=dtype, requires_grad=True) for rows in (5, 16))
+    bias = torch.randn(16, dtype=dtype, requires_grad=True)
+    y = linear_ste(x, w, bias, input_spec=CastSpec(), out_dtype=out_dtype)
+    sums = torch.float64 if out_dtype == torch.float64 else torch.float32
+    qx, qw = (cast(operand.detach(), CastSpec()).to(sums) for operand in (x, w))
+    expected = torch.nn.functional.linear(qx, qw, bias.detach().to(sums)).to(out_dtype)
+    if dtype == out_dtype and dtype != torch.float32:
+        expected = linear_ste(x, w, bias, input_spec=CastSpec())
+    assert y.dtype == out_dtype and torch.equal(y, expected)
+    grad = torch.randn(5, 16).to(out_dtype)
+    y.backward(grad)
+    grad = grad.to(sums)
+    for operand, exact in ((x, grad @ qw), (w, grad.T @ qx), (bias, grad.sum(0))):
+        assert operand.grad is not None and operand.grad.dtype == dtype
+        torch.testing.assert_close(operand.grad, exact.to(dtype))
+
+
+def test_out_dtype_holds_under_torch_autocast() -> None:
+    x, w = torch.randn(5, 48), torch.randn(16, 48)
+    qx, qw = (operand.bfloat16().float() for operand in (x, cast(w, CastSpec())))
+    with torch.autocast("cpu", torch.bfloat16):
+        y = linear_ste(x, w, out_dtype=torch.float32)
+    assert torch.equal(y, qx @ qw.T), "BF16 operands as autocast makes them, and no BF16 sum"
+
+
+@pytest.mark.parametrize("wrong", ["float32", float, torch.int32, torch.float8_e4m3fn])
+def test_out_dtype_is_one_of_four(wrong: Any) -> None:
+    allowed = r"torch\.float16, torch\.bfloat16, torch\.float32, torch\.float64"
+    with pytest.raises(ValueError, match=rf"out_dtype must be one of {allowed}, got {re.escape(repr(wrong))}"):
+        linear_ste(torch.randn(5, 48), torch.randn(16, 48), out_dtype=wrong)
+
+
+def test_out_dtype_needs_operands_of_one_dtype() -> None:
+    with pytest.raises(
+        ValueError, match=r"out_dtype needs .* one floating-point dtype, got torch\.float32, torch\.bfl"
+    ):
+        linear_ste(torch.randn(5, 48), torch.randn(16, 48).bfloat16(), out_dtype=torch.float32)
 
 
 def test_the_weight_only_recipe_is_linear_ste_with_a_high_precision_input() -> None:
