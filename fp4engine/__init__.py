@@ -8,6 +8,7 @@ from fp4engine.checkpoint import checkpoint
 from fp4engine.convert import convert, last_blocks, revert
 from fp4engine.frozen_weights import dequantize_weights, quantize_weights
 from fp4engine.functional.cast import CastTensor, cast, upcast
+from fp4engine.functional.cast_words import cast_defaults
 from fp4engine.modules import (
     GroupedLinear,
     LayerNorm,
@@ -65,6 +66,7 @@ __all__ = [
     "assert_quantized",
     "autocast",
     "cast",
+    "cast_defaults",
     "checkpoint",
     "convert",
     "dequantize_weights",

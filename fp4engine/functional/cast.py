@@ -1,19 +1,16 @@
-"""Casting on its own, without a GEMM: ``cast(x, spec, mode)`` and back with ``upcast``."""
+"""Casting on its own, without a GEMM: ``cast(x, spec)`` and back with ``upcast``."""
 
-import warnings
 from dataclasses import dataclass
-from typing import Literal, get_args, overload
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
 from fp4engine import capability, ops, reference
-from fp4engine.arguments import require_dense, require_one_of
+from fp4engine.arguments import require_dense
 from fp4engine.formats import E4M3, E5M2, CastSpec
+from fp4engine.functional.cast_words import Cast, Compute, Round, Scale, Words, resolve
 from fp4engine.quantizers import Quantizer
-
-Mode = Literal["virtual", "actual", "compress"]
-Compute = Literal["auto", "torch", "triton"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,7 +19,7 @@ class CastTensor:
 
     Attributes:
         spec: how it was cast.
-        mode: ``"actual"`` or ``"compress"``.
+        mode: how it is stored, ``"actual"`` or ``"compress"``: the word that ``cast`` was told.
         shape, dtype: of the tensor that was cast.
         data: [rows, padded cols] in the smallest torch dtype of one value (``float8_e4m3fn``, ``float8_e5m2``, else
             uint8 codes), or packed uint8 bytes: two 4-bit codes per byte, four 6-bit codes per three bytes.
@@ -53,47 +50,92 @@ class CastTensor:
 def cast(
     x: Tensor,
     spec: CastSpec,
-    mode: Literal["virtual"] = "virtual",
+    cast: None = None,
     *,
-    compute: Compute = "auto",
+    compute: Compute | None = None,
     rng: Tensor | None = None,
 ) -> Tensor: ...
 @overload
 def cast(
     x: Tensor,
-    spec: CastSpec,
-    mode: Literal["actual", "compress"],
+    spec: CastSpec | str,
+    cast: Literal["virtual"],
     *,
-    compute: Compute = "auto",
+    round: Round | None = None,
+    scale: Scale | None = None,
+    compute: Compute | None = None,
+    rng: Tensor | None = None,
+) -> Tensor: ...
+@overload
+def cast(
+    x: Tensor,
+    spec: CastSpec | str,
+    cast: Literal["actual", "compress"],
+    *,
+    round: Round | None = None,
+    scale: Scale | None = None,
+    compute: Compute | None = None,
     rng: Tensor | None = None,
 ) -> CastTensor: ...
+@overload
 def cast(
-    x: Tensor, spec: CastSpec, mode: Mode = "virtual", *, compute: Compute = "auto", rng: Tensor | None = None
+    x: Tensor,
+    spec: str,
+    cast: None = None,
+    *,
+    round: Round | None = None,
+    scale: Scale | None = None,
+    compute: Compute | None = None,
+    rng: Tensor | None = None,
+) -> Tensor | CastTensor: ...
+def cast(
+    x: Tensor,
+    spec: CastSpec | str,
+    cast: Cast | None = None,
+    *,
+    round: Round | None = None,
+    scale: Scale | None = None,
+    compute: Compute | None = None,
+    rng: Tensor | None = None,
 ) -> Tensor | CastTensor:
     """Cast ``x`` [..., K] by ``spec``, blocks along the last axis. ``x`` is never changed.
 
     Args:
-        mode: ``"virtual"`` returns the decoded values in the shape and dtype of ``x``; ``"actual"`` one value per
+        x: float16, bfloat16, float32 or float64.
+        spec: a CastSpec, or the name of a format: ``"nvfp4"``, or one of TensorCast's. ``"mxfp4"``, ``"mxfp6"`` (E2M3),
+            ``"mxbf6"`` (E3M2), ``"mxfp8"`` (E4M3) and ``"mxbf8"`` (E5M2) are those of Microscaling, also called
+            ``"mxfp4e2"``, ``"mxfp6e2"``, ``"mxfp6e3"``, ``"mxfp8e4"`` and ``"mxfp8e5"``; ``"mxfp4s"``, ``"mxfp6s"``,
+            ``"mxbf6s"`` and ``"mxfp8s"`` have blocks of 32 x 32; ``"fp8_F"`` and ``"bf8_F"`` are E4M3 and E5M2 with one
+            FP32 scale per tensor.
+        cast: ``"virtual"`` returns the decoded values in the shape and dtype of ``x``; ``"actual"`` one value per
             element of the smallest torch dtype, with scales; ``"compress"`` packed bits, with scales.
-        compute: ``"torch"``; ``"triton"``, which falls back to torch with a warning if Triton cannot cast ``x``; or
-            ``"auto"``, which does the same without a warning.
-        rng: int64 [2] ``(seed, draw)`` for stochastic specs; by default a new draw.
+        round: how elements of a named format meet their grid: to nearest with ties to ``"even"``, ``"away"`` from zero
+            or toward ``"zero"``; or ``"stochastic"``.
+        scale: how a named format of Microscaling chooses the powers of two of its blocks: ``"floor"``, ``"ceil"``,
+            ``"midmax"``, ``"option3"`` or ``"topbinade"``.
+        compute: ``"torch"`` is the reference; ``"triton"`` the kernels; ``"auto"`` the kernels where they can, and the
+            reference where they cannot. All give the same bytes.
+        rng: int64 [2] ``(seed, draw)`` for stochastic casts; by default a new draw.
+
+    A word that is left out is the one of :func:`fp4engine.cast_defaults` if ``spec`` is a name; else ``"virtual"``,
+    ``"even"``, ``"floor"`` and ``"auto"``.
 
     Raises:
-        RuntimeError: a checkpoint recomputes a stochastic cast and does not repeat its draw.
-        ValueError: an unknown mode or compute, something else than a CastSpec, or an ``x`` that is no dense tensor of
-            float16, bfloat16, float32 or float64 with at least one dimension.
+        RuntimeError: a checkpoint recomputes a stochastic cast and does not repeat its draw; or ``compute`` is
+            ``"triton"`` and Triton cannot cast ``x``.
+        ValueError: an unknown word or format, a word that does not go with ``spec``, or an ``x`` that is no dense
+            tensor of these dtypes with at least one dimension.
         NotImplementedError: ``spec`` rotates, which only means something between the two operands of a GEMM.
 
-    Source: ROCm/tensorcast, branch ``triton``, ``tcast/common.py``, for the vocabulary; modes are arguments here.
+    Source: ROCm/tensorcast, branch ``triton``, ``tcast/common.py``, for the vocabulary.
     """
+    spec, words = resolve(spec, Words(round, scale, cast, compute))
     require_castable(x, spec)
-    for name, value, allowed in (("mode", mode, get_args(Mode)), ("compute", compute, get_args(Compute))):
-        require_one_of(name, value, allowed)
+    mode, compute = words.cast or "virtual", words.compute or "auto"
     operand = Quantizer(spec, backend=_backend(x, spec, compute)).quantize(x, columnwise=False, rng=rng).rowwise
     assert operand is not None and operand.scale_inv is not None and operand.amax is not None
     if mode == "virtual":
-        return operand.dequantize(x.dtype, "auto" if compute == "auto" else "reference").view(x.shape)
+        return operand.dequantize(x.dtype, "reference" if compute == "torch" else "auto").view(x.shape)
     data = operand.data if mode == "compress" else _unpack(operand.data, spec)
     if mode == "compress" and spec.element.bits == 6:
         data = reference.pack6(data)
@@ -116,7 +158,7 @@ def upcast(x: CastTensor, dtype: torch.dtype | None = None) -> Tensor:
         ValueError: ``x`` is no CastTensor, or ``dtype`` no floating-point dtype of PyTorch's.
     """
     if not isinstance(x, CastTensor):
-        raise ValueError(f"x must be a CastTensor, as cast(..., mode='actual') returns, got {type(x).__name__}")
+        raise ValueError(f"x must be a CastTensor, as cast(..., cast='actual') returns, got {type(x).__name__}")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"dtype must be a floating-point torch.dtype or None, got {dtype!r}")
     data = x.data
@@ -138,6 +180,7 @@ def _unpack(codes: Tensor, spec: CastSpec) -> Tensor:
 
 
 def _backend(x: Tensor, spec: CastSpec, compute: Compute) -> str:
+    """The backend of a quantizer that computes so; raises a RuntimeError where Triton is asked for and cannot."""
     if compute != "triton":
         return "auto" if compute == "auto" else "reference"
     able, reason = capability.triton_runs_on(x.device)
@@ -145,7 +188,8 @@ def _backend(x: Tensor, spec: CastSpec, compute: Compute) -> str:
         from fp4engine.kernels import casts as kernels
 
         able, reason = kernels.supports(spec, x.dtype)
-    if able:
-        return "triton"
-    warnings.warn(f"fp4engine: cast runs on torch instead of triton: {reason}", stacklevel=3)
-    return "reference"
+    if not able:
+        raise RuntimeError(
+            f"compute='triton' cannot cast x: {reason}; compute='auto' takes torch where Triton cannot, 'torch' always"
+        )
+    return "triton"

@@ -170,6 +170,32 @@ def test_distributions(kernel_device, spec, distribution):
     check(make(distribution, 10, 150, BF16), spec, kernel_device, sides=(0,))
 
 
+@pytest.mark.parametrize("rounding", ["even", "away", "zero", "stochastic"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        *({"spec": "mxfp4", "scale": scale} for scale in ("floor", "ceil", "midmax", "option3", "topbinade")),
+        *({"spec": spec} for spec in ("mxfp6", "mxbf6", "mxfp8", "mxbf8", "mxfp4s", "nvfp4")),
+    ],
+    ids=lambda words: " ".join(words.values()),
+)
+def test_both_computes_give_the_same_bytes(kernel_device, words, rounding):
+    x = make("ties", 35, 70, BF16).to(kernel_device)
+    words = {**words, "round": rounding, "rng": DRAW.to(kernel_device)}
+    for form in ("actual", "compress"):
+        torch_made, triton_made = (fp4engine.cast(x, cast=form, compute=c, **words) for c in ("torch", "triton"))
+        for part in ("data", "scale_inv", "amax"):
+            assert_same(getattr(triton_made, part), getattr(torch_made, part), f"{form} {part}")
+    assert_same(*(fp4engine.cast(x, cast="virtual", compute=c, **words) for c in ("triton", "torch")), "virtual")
+
+
+def test_a_cast_without_a_kernel_is_refused(kernel_device):
+    x = make("ties", 35, 70, BF16).to(kernel_device)
+    assert_same(*(fp4engine.cast(x, "fp8_F", "virtual", compute=c) for c in ("triton", "torch")), "even")
+    with pytest.raises(RuntimeError, match="compute='triton' cannot cast x: .* rounding=away; compute='auto' takes"):
+        fp4engine.cast(x, "fp8_F", compute="triton", round="away")
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("spec", [*MAIN, *OTHERS[-2:]], ids=str)
 def test_not_finite(kernel_device, spec, value):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fp4engine
-from fp4engine import cast, upcast
+from fp4engine import capability, cast, upcast
 from fp4engine.formats import (
     E2M1,
     E2M3,
@@ -132,12 +132,14 @@ def test_midmax_turns_halfway_to_the_value_that_would_follow(element: ElementFor
     assert float(cast(torch.tensor([472.0]), mx(E4M3, ScaleRule.MIDMAX))) == 480, "448 if it saturated"
 
 
-def test_compute_falls_back_with_a_warning() -> None:
+def test_triton_is_refused_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capability, "triton_runs_on", lambda device: (False, f"no Triton on {device}"))
+    with pytest.raises(
+        RuntimeError, match="compute='triton' cannot cast x: no Triton on cpu; compute='auto' takes torch"
+    ):
+        cast(torch.randn(2, 32), mx(E2M1), compute="triton")
     x = torch.randn(2, 32)
-    want = cast(x, mx(E2M1), compute="torch")
-    with pytest.warns(UserWarning, match="cast runs on torch instead of triton: .*Triton kernels"):
-        assert torch.equal(cast(x, mx(E2M1), compute="triton"), want)
-    assert torch.equal(cast(x, mx(E2M1)), want)
+    assert torch.equal(cast(x, mx(E2M1)), cast(x, mx(E2M1), compute="torch"))
 
 
 def test_what_neither_can_do_raises() -> None:
@@ -148,8 +150,8 @@ def test_what_neither_can_do_raises() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"spec": "nvfp4"}, "spec must be an fp4engine.formats.CastSpec, got 'nvfp4'"),
-        ({"mode": "real"}, "mode must be one of 'virtual', 'actual', 'compress', got 'real'"),
+        ({"spec": E2M1}, "spec must be an fp4engine.formats.CastSpec or one of 'mxfp4', .*, got ElementFormat"),
+        ({"cast": "real"}, "cast must be one of 'virtual', 'actual', 'compress', got 'real'"),
         ({"compute": "gpu"}, "compute must be one of 'auto', 'torch', 'triton', got 'gpu'"),
     ],
 )
