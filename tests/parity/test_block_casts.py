@@ -192,7 +192,7 @@ def test_both_computes_give_the_same_bytes(kernel_device, words, rounding):
 def test_a_cast_without_a_kernel_is_refused(kernel_device):
     x = make("ties", 35, 70, BF16).to(kernel_device)
     assert_same(*(fp4engine.cast(x, "fp8_F", "virtual", compute=c) for c in ("triton", "torch")), "even")
-    with pytest.raises(RuntimeError, match="compute='triton' cannot cast x: .* rounding=away; compute='auto' takes"):
+    with pytest.raises(RuntimeError, match=r"compute='triton' cannot cast x: .* rounding=away; compute='auto' takes"):
         fp4engine.cast(x, "fp8_F", compute="triton", round="away")
 
 

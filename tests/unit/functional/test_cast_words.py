@@ -1,7 +1,7 @@
 """``cast`` in TensorCast's words, against their definitions in float64, and the scope that sets defaults."""
 
 import asyncio
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -217,11 +217,22 @@ def test_a_scope_is_of_its_thread_and_its_task() -> None:
 
     asyncio.run(together())
     assert seen == ["ceil", "midmax", "floor"]
-    with cast_defaults(scale="ceil"):
-        thread = Thread(target=lambda: [look(), cast_defaults(scale="option3").__enter__()])
-        thread.start()
-        thread.join()
+
+    entered, leave = Event(), Event()
+
+    def hold_another() -> None:
         look()
+        with cast_defaults(scale="option3"):
+            entered.set()
+            leave.wait(60)
+
+    with cast_defaults(scale="ceil"):
+        thread = Thread(target=hold_another)
+        thread.start()
+        entered.wait(60)
+        look()
+        leave.set()
+        thread.join()
     assert seen[3:] == ["floor", "ceil"]
 
 
