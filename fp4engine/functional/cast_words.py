@@ -4,12 +4,11 @@ Source: ROCm/tensorcast b0628c5, branch ``triton``: ``tcast/common.py`` and ``do
 meaning, ``tcast/__init__.py`` for the names of formats.
 """
 
+import threading
 from collections.abc import Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, fields
-from functools import cache
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 from fp4engine.arguments import require_one_of, shown
 from fp4engine.formats import E2M1, E2M3, E3M2, E4M3, E5M2, CastSpec, RoundingMode, ScaleRule, fp8, mx
@@ -56,13 +55,29 @@ class Words:
 
     def over(self, others: "Words") -> "Words":
         """These words, and the ``others`` where nothing was said."""
-        said: dict[str, Any] = {
-            f.name: getattr(others if getattr(self, f.name) is None else self, f.name) for f in fields(self)
-        }
-        return Words(**said)
+        return Words(
+            self.round or others.round,
+            self.scale or others.scale,
+            self.cast or others.cast,
+            self.compute or others.compute,
+        )
 
 
-_defaults: ContextVar[Words] = ContextVar("fp4engine.cast_defaults", default=Words())  # noqa: B039, Words are frozen
+class _Scope:
+    """The words of the innermost scope of a thread."""
+
+    def __init__(self) -> None:
+        self.words = Words()
+
+
+class _Thread(threading.local):
+    """Holds an object, because ``torch.compile`` silently drops assignments to attributes of a ``threading.local``."""
+
+    def __init__(self) -> None:
+        self.scope = _Scope()
+
+
+_thread = _Thread()
 
 
 def cast_defaults(
@@ -76,7 +91,7 @@ def cast_defaults(
 
     None leaves a word to the scope around. ``scale`` counts for formats of Microscaling alone, since others have no
     rule to choose. Casts by a :class:`~fp4engine.formats.CastSpec` are told by it, and never read defaults. A scope
-    belongs to its thread and its asyncio task, and ends with its block, after an exception too.
+    belongs to its thread, and ends with its block, after an exception too.
 
     Args:
         round, scale, cast, compute: as of :func:`fp4engine.cast`.
@@ -91,11 +106,12 @@ def cast_defaults(
 
 @contextmanager
 def _scope(words: Words) -> Generator[None]:
-    token = _defaults.set(words.over(_defaults.get()))
+    scope = _thread.scope
+    outer, scope.words = scope.words, words.over(scope.words)
     try:
         yield
     finally:
-        _defaults.reset(token)
+        scope.words = outer
 
 
 def resolve(spec: CastSpec | str, words: Words) -> tuple[CastSpec, Words]:
@@ -117,7 +133,7 @@ def resolve(spec: CastSpec | str, words: Words) -> tuple[CastSpec, Words]:
         raise ValueError(f"spec must be an fp4engine.formats.CastSpec or one of {_list(NAMED)}, got {shown(spec)}")
     if words.scale is not None and spec not in MX:
         raise ValueError(f"scale is for formats whose block scales are powers of two, {_list(MX)}; got {spec!r}")
-    words = words.over(_defaults.get())
+    words = words.over(_thread.scope.words)
     return _named(spec, words.round or "even", words.scale or "floor"), words
 
 
@@ -125,7 +141,6 @@ def _list(names: Iterable[str]) -> str:
     return ", ".join(map(repr, names))
 
 
-@cache
 def _named(name: str, round: Round, scale: Scale) -> CastSpec:
     spec = NAMED[name].replace(rounding=RoundingMode(round))
     return spec.replace(scale_rule=ScaleRule(scale)) if name in MX else spec
