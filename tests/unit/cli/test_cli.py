@@ -294,6 +294,7 @@ def test_a_report_that_cannot_be_written_leaves_the_files_alone(tmp_path: Path, 
         assert reader.read() == page.read_text().replace(r"a folder called \udcff", f"Run {tmp_path.name}")
 
 
+@pytest.mark.filterwarnings("ignore")  # what a library warns of when it is first used here would be on standard error
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_an_estimate_shows_on_terminals_how_far_it_is(checkpointing, monkeypatch, capsys) -> None:
     words = [
