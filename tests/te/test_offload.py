@@ -94,6 +94,15 @@ def test_a_quantized_tensor_moves_by_its_parts_and_stays_whole_itself(device: st
     assert state.get_offloaded_total_size_mb() == 0 and torch.equal(back.dequantize(), expected)
 
 
+def test_copies_are_no_part_of_a_graph() -> None:
+    """A copy of a tensor that needs a gradient kept the tensor."""
+    state = state_on("cpu")
+    tensor = random("cpu", 512, 512).requires_grad_() * 2
+    (back,) = moved(state, [tensor])
+    assert torch.equal(back, tensor) and back.grad_fn is None
+    assert all(buffer.grad_fn is None for buffer in state.cpu_tensor_group.tensor_list)
+
+
 def test_without_a_transfer_tensors_are_still_there() -> None:
     state = state_on("cpu")
     tensor = random("cpu", 512, 512)

@@ -158,6 +158,7 @@ class OffloadableLayerState:
         self._places.append(_Place(known[0] if known else len(self._ready) - 1, view))
         return len(self._places) - 1
 
+    @torch.no_grad()  # the copies are no part of a graph, which would keep what is to be let go
     def start_offload(self) -> None:
         """Begin the copies to the CPU.
 
