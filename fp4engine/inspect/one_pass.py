@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from fp4engine.arguments import is_number, require_callable, require_integer, shown
+from fp4engine.arguments import require_callable, require_integer, shown
 from fp4engine.inspect import search, statistics
 from fp4engine.inspect.recorder import eager_stance
 from fp4engine.inspect.watch import Seen, layers_of, watching
@@ -141,8 +141,7 @@ def one_pass(
     recipe = search.plain(recipe)
     require_callable("loss", loss)
     positions = require_integer("positions", positions, 1)
-    if not (is_number(share) and 0.0 <= share <= 1.0):
-        raise ValueError(f"share must be between 0 and 1, got {share!r}")
+    search.require_share(share)
     flops = search.flops_of(model)
     members = search.members_of(list(flops), units)
     if not model.training:
@@ -175,12 +174,13 @@ def one_pass(
         sums[name] = sums[name][0] + first / len(losses), sums[name][1] + second / len(losses)
         seen.add(name)
     why = {str(layers[path].true_name()): reason for path, reason in effects.refusals.items()}
-    unseen = {name: why.get(name, "no row of a batch reached it") for name in flops if name not in seen}
+    unseen = {
+        name: why.get(name, "no gradient of a batch's loss reached its output") for name in flops if name not in seen
+    }
     if not seen:
         name, reason = next(iter(unseen.items()))
         raise ValueError(f"no layer could be seen; of {name!r}: {reason}")
-    total = max(sum(flops.values()), 1)
-    parts = {unit: sum(flops[name] for name in names) / total for unit, names in members.items()}
+    parts = search.parts_of(flops, members)
     moved = {unit: positions / 2 * sum(sums[name][1] for name in names) for unit, names in members.items()}
     switched = search.to_switch(moved, parts, share)
     return OnePass(

@@ -401,8 +401,7 @@ def sensitivity(
     """
     recipe = plain(recipe)
     require_callable("make_run", make_run)
-    if not (is_number(share) and 0.0 <= share <= 1.0):
-        raise ValueError(f"share must be between 0 and 1, got {share!r}")
+    require_share(share)
     flops = flops_of(model)
     members = members_of(list(flops), units)
     budget = require_integer("budget", budget)
@@ -417,8 +416,7 @@ def sensitivity(
     high = runs.score(HIGH_PRECISION)
     if not math.isfinite(high):
         raise ValueError("the run in high precision diverges too, so there is no gap to rank by")
-    total = max(sum(flops.values()), 1)
-    parts = {unit: sum(flops[name] for name in names) / total for unit, names in members.items()}
+    parts = parts_of(flops, members)
     gaps = {unit: _difference(runs.score(only(names, recipe)), high) for unit, names in members.items()}
     full = _difference(runs.score(recipe), high)
     if noise is None:
@@ -437,6 +435,18 @@ def sensitivity(
         _difference(runs.score(advised), high),
         runs.count,
     )
+
+
+def require_share(share: float) -> None:
+    """Raise a ValueError unless ``share`` is between 0 and 1."""
+    if not (is_number(share) and 0.0 <= share <= 1.0):
+        raise ValueError(f"share must be between 0 and 1, got {share!r}")
+
+
+def parts_of(flops: Mapping[str, int], members: Mapping[str, Sequence[str]]) -> dict[str, float]:
+    """``unit -> share of all FLOPs``, of units with the layers ``members``."""
+    total = max(sum(flops.values()), 1)
+    return {unit: sum(flops[name] for name in names) / total for unit, names in members.items()}
 
 
 def to_switch(costs: Mapping[str, float], parts: Mapping[str, float], share: float, noise: float = 0.0) -> list[str]:

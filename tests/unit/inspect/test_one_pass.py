@@ -104,6 +104,14 @@ def test_nothing_is_left_behind() -> None:
         assert parameter.grad is gradient and torch.equal(gradient, value)
 
 
+def test_a_frozen_layer_before_all_that_trains_is_said_to_have_no_gradient() -> None:
+    """Its rows were there, and it was said that none reached it."""
+    model = make_model()
+    model[0].requires_grad_(False)
+    found = inspect.one_pass(model, loss_of(model), [batch()], NVFP4, positions=ROWS)
+    assert found.unseen == {"0": "no gradient of a batch's loss reached its output"}
+
+
 def test_units_add_their_layers_and_what_is_unseen_is_named() -> None:
     model = make_model()
     given = [batch()]
@@ -117,7 +125,10 @@ def test_units_add_their_layers_and_what_is_unseen_is_named() -> None:
         return F.cross_entropy(model[4](pair[0]), pair[1])
 
     found = inspect.one_pass(model, skips, given, NVFP4, positions=ROWS)
-    assert list(found.unseen) == ["0", "2"] and "0 was not seen: no row of a batch reached it" in str(found)
+    assert list(found.unseen) == [
+        "0",
+        "2",
+    ] and "0 was not seen: no gradient of a batch's loss reached its output" in str(found)
 
 
 @pytest.mark.parametrize(
