@@ -175,16 +175,15 @@ def _costs(about: About, label: str) -> dict[str, Any] | None:
             [unit.name for unit in found.products if found.is_clear(unit)],
         ),
     ]
-    if found.divergence:
-        rankings.append(_by_divergence(found, prefix))
+    if not isinstance(found.divergence, str):
+        rankings.append(_by_divergence(found.divergence, found.rank_correlation, prefix))
     return {"why": "", "rankings": [_drawn(ranking) for ranking in (*rankings, *more)], "found": found}
 
 
-def _by_divergence(found: Sensitivity, prefix: str) -> Ranking:
+def _by_divergence(divergence: Mapping[str, float], alike: float | None, prefix: str) -> Ranking:
     """The units by the estimate from a few batches, and how far that order is the one of the runs."""
-    alike = found.rank_correlation
     agreement = "" if alike is None else f" Its rank correlation with the order by short runs is {number(alike)}."
-    moved = sorted(((unit, 1e6 * value) for unit, value in found.divergence.items()), key=lambda pair: -pair[1])
+    moved = sorted(((unit, 1e6 * value) for unit, value in divergence.items()), key=lambda pair: -pair[1])
     return Ranking(
         "By layer, from a few batches alone",
         "How far a part's rounding in the forward pass moves the model's predictions, in millionths of a nat per "

@@ -7,7 +7,7 @@ additions alone is the noise below which nothing is said.
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,8 @@ class Sensitivity:
         gap_then: the gap that is left with those, in percent.
         steps: of each short run.
         divergence: by unit, how far its rounding in the forward pass moves predictions, in nats per token, by
-            :func:`fp4engine.inspect.one_pass`; empty where that is not known.
+            :func:`fp4engine.inspect.one_pass`; a string says why there is none, and is empty for runs of versions
+            without it.
     """
 
     units: tuple[Unit, ...]
@@ -77,16 +78,18 @@ class Sensitivity:
     keep: tuple[str, ...]
     gap_then: float
     steps: int
-    divergence: Mapping[str, float] = field(default_factory=dict[str, float])
+    divergence: Mapping[str, float] | str = ""
 
     @property
     def rank_correlation(self) -> float | None:
         """Spearman's, of the units' gaps and divergences; None where either has no order."""
         from scipy.stats import spearmanr  # a third of a second
 
+        if isinstance(self.divergence, str):
+            return None
         gaps = [unit.gap for unit in self.units]
         moved = [self.divergence.get(unit.name, 0.0) for unit in self.units]
-        if not self.divergence or len(set(gaps)) < 2 or len(set(moved)) < 2:
+        if len(set(gaps)) < 2 or len(set(moved)) < 2:
             return None
         result: Any = spearmanr(gaps, moved)
         return float(result.statistic)
@@ -147,7 +150,9 @@ def measure(task: Task, recipe: Recipe, model: nn.Module, runner: Runner) -> Sen
     whole = runs[1]
     runner.make([Job(task, run, looks=run is whole) for run in runs], "short runs")
     rows = read(whole.path(runner.places.finished, task.setting())).rows
-    by_layer = {row["layer"]: row["divergence"] for row in rows if row["kind"] == "effect"}
+    effects = [row for row in rows if row["kind"] == "effect"]
+    by_layer = {row["layer"]: row["divergence"] for row in effects if "layer" in row}
+    divergence = {unit: sum(by_layer.get(name, 0.0) for name in names) for unit, names in members.items()}
     losses = make_run(task, runner)
     shape = {unit: sum(math.prod(of[name].weight_shape()) for name in names) for unit, names in members.items()}
     share = min(SHARE, 1 - max(shape.values()) / sum(shape.values()))
@@ -169,5 +174,5 @@ def measure(task: Task, recipe: Recipe, model: nn.Module, runner: Runner) -> Sen
         tuple(keep),
         100 * advice.measured_gap / high,
         task.steps,
-        {unit: sum(by_layer.get(name, 0.0) for name in names) for unit, names in members.items()} if by_layer else {},
+        divergence if by_layer else "; ".join(row["why"] for row in effects),
     )

@@ -280,7 +280,7 @@ class Training:
         return loss
 
     def effects(self) -> list[dict[str, Any]]:
-        """What each layer's rounding in the forward pass does to the loss of the first batches, if that can be told."""
+        """What each layer's rounding in the forward pass does to the loss of a few batches, or why that is unknown."""
         batches = [self._on_device(self.task.tokens(self.run.seed, step))[0] for step in range(EFFECT_PASSES)]
 
         def loss(tokens: Tensor) -> Tensor:
@@ -288,10 +288,12 @@ class Training:
                 return self.task.loss(self.model, tokens)
 
         positions = self.task.batch * self.task.sequence
-        with self.aside(), suppress(ValueError):  # of a recipe that is no table of casts, as in gradient_noise
-            found = inspect.one_pass(self.model, loss, batches, self.recipe, positions=positions)
-            return [{"layer": unit.name, "divergence": unit.divergence} for unit in found.ranking]
-        return []
+        with self.aside():
+            try:
+                found = inspect.one_pass(self.model, loss, batches, self.recipe, positions=positions)
+            except ValueError as error:  # such as of a recipe that is no table of casts
+                return [{"why": str(error)}]
+        return [{"layer": unit.name, "divergence": unit.divergence} for unit in found.ranking]
 
 
 def _checksum(tensor: Tensor) -> int:

@@ -72,6 +72,10 @@ def test_a_hot_channel_is_found_and_changes_the_verdict(tmp_path) -> None:
     assert alike is not None and -1 <= alike <= 1
     page = html(comparison, About("hot", sensitivity=found, keep=("lm_head",)))
     assert "Its rank correlation with the order by short runs is" in page
+    untold = {"nvfp4": dataclasses.replace(found["nvfp4"], divergence="loss must be finite")}
+    assert "from a few batches alone is not known: loss must be finite." in html(
+        comparison, About("hot", sensitivity=untold)
+    )
     assert 'keep_high_precision=["lm_head", "blocks.1.up"])' in page
 
 
