@@ -283,9 +283,8 @@ def draw(name: str, found: Comparison, settings: Conditions, path: Path) -> None
         arms = [arm for arm, _, _ in places(found) if arm is not found.baseline]
         figure, axes = plt.subplots(figsize=(9, 1.2 + 0.28 * max(1, len(arms))), layout="constrained")
         pictures.finals(axes, found, arms)
-        figure.suptitle(
-            f"{settings.preset}, {settings.tokens:,} bytes"
-        )  # above the legend, where a title of axes is not
+        # above the legend, where a title of axes is not
+        figure.suptitle(f"{settings.preset}, {settings.tokens:,} bytes")
     else:
         figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained", width_ratios=(3, 2))
         pictures.courses(left, found, arms)
