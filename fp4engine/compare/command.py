@@ -117,6 +117,8 @@ def task_of(arguments: argparse.Namespace, out: Path) -> TextTask:
     """
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise InputError("--device cuda: PyTorch finds no CUDA device here")
+    if arguments.cuda_graph and arguments.device != "cuda":
+        raise InputError("--cuda-graph captures what a GPU runs; leave it out with --device cpu")
     source = source_of(arguments.model)
     source.require_fit(arguments.sequence)
     name, encode = source.encoding()

@@ -221,7 +221,8 @@ def _begin(gpu: str, steps: Any, slot: int, stop: Any) -> None:
         see_one_gpu(gpu)
     else:
         torch.set_num_threads(1)  # as many processes as cores: faster for small models, and sums do not depend on it
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the dealing one tells
+    for number in (signal.SIGINT, signal.SIGTERM):  # they reach all processes of a terminal or a job; one of them deals
+        signal.signal(number, signal.SIG_IGN)
     warnings.filterwarnings("ignore", ".*does not have a deterministic implementation.*")  # the page says what repeats
     compute_repeatably(warn_only=True)
     _slot[:] = [steps, slot, stop]

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -102,7 +103,7 @@ class Training:
         self.device = torch.device(task.device)
         self.on_gpu = self.device.type == "cuda"
         self.random = RandomStream(run.seed + run.extra.get("draws", 0))
-        self.stream = torch.cuda.Stream() if self.on_gpu else None
+        self.stream = _graph_stream() if task.cuda_graph else None
         self.step = 0
         self.clock = Clock()
         self.seen: Counter[Any] = Counter()
@@ -127,9 +128,15 @@ class Training:
 
     @contextmanager
     def alone(self) -> Generator[None]:
-        """The context in which this run computes: its own CUDA stream and its own random stream."""
+        """The context in which this run computes: its own random stream and, where graphs are captured, CUDA stream.
+
+        What the surrounding stream does before and after waits for this one: it reads the losses.
+        """
         with ExitStack() as stack:
             if self.stream is not None:
+                outside = torch.cuda.current_stream()
+                self.stream.wait_stream(outside)
+                stack.callback(outside.wait_stream, self.stream)
                 stack.enter_context(torch.cuda.stream(self.stream))
             stack.enter_context(self.random.in_force())
             yield
@@ -296,6 +303,12 @@ class Training:
         return [{"layer": unit.name, "divergence": unit.divergence} for unit in found.ranking]
 
 
+@cache
+def _graph_stream() -> torch.cuda.Stream:
+    """The stream on which a process's runs compute; one for all, since cuBLAS keeps 64 MiB for each stream it sees."""
+    return torch.cuda.Stream()
+
+
 def _checksum(tensor: Tensor) -> int:
     """A number that any changed byte almost surely changes."""
     kind = torch.int32 if tensor.itemsize == 4 else torch.int16
@@ -412,9 +425,14 @@ def train(
     saved, saving = time.perf_counter(), 0.0
     pace.start()
     since = training.step
+    peak = 0  # of steps that nobody looks at
     while training.step < task.steps and recorder.diverged_at is None:
-        interrupted = training.step in looked_at
-        recorder.step(training.look(recorder) if interrupted else training.train_step())
+        if interrupted := training.step in looked_at:
+            peak = max(peak, peak_memory(training.device))
+            recorder.step(training.look(recorder))
+            reset_peak_memory(training.device)
+        else:
+            recorder.step(training.train_step())
         done = training.step
         evaluates = not task.short and (done % task.evaluate_every == 0 or done == task.steps)
         stops = stop() and done < task.steps
@@ -441,7 +459,8 @@ def train(
     if keep is not None:
         weights = {name: tensor.contiguous() for name, tensor in checkpoint.changing(training.model).items()}
         write_atomically(keep, safetensors.torch.save(weights))
-    measured = {"tokens_per_second": pace.tokens_per_second, "peak_memory": peak_memory(training.device)}
+    peak = max(peak, peak_memory(training.device))
+    measured = {"tokens_per_second": pace.tokens_per_second, "peak_memory": peak}
     examined = {} if task.short else training.examine()
     recorder.finish(seconds=round(training.clock.seconds, 2), **measured, **examined)
     shutil.rmtree(waiting, ignore_errors=True)

@@ -71,7 +71,7 @@ def finished(kernel: Any) -> Any:
 def telling(calls: Sequence[KernelCall]) -> Generator[None]:
     """Log one line, which Python prints on standard error, if what is done here takes longer than :data:`PATIENCE`."""
     names = ", ".join(dict.fromkeys(getattr(call.kernel, "__name__", "a kernel") for call in calls))
-    text = "fp4engine: Triton is compiling %s; it does so once, and keeps what it has compiled in %s"
+    text = "fp4engine: Triton is compiling %s; what it has compiled for these types and sizes is kept in %s"
     timer = Timer(PATIENCE, logging.getLogger("fp4engine").warning, (text, names, knobs.cache.dir))
     timer.daemon = True
     timer.start()

@@ -201,7 +201,8 @@ def command(folder: Path) -> Any:
     def start(*words: str) -> subprocess.Popen[str]:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[3]), str(folder)])}
         whole = [sys.executable, "-m", "fp4engine", "compare", *words]
-        return subprocess.Popen(whole, env=environment, cwd=folder, text=True, stdout=-1, stderr=subprocess.STDOUT)
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "start_new_session": True}
+        return subprocess.Popen(whole, env=environment, cwd=folder, text=True, **pipes)
 
     return start
 
@@ -241,12 +242,13 @@ def test_killed_runs_end_with_the_same_bytes(folder: Path, command, request) -> 
 
 
 @pytest.mark.slow
-def test_ctrl_c_saves_what_is_under_way(folder: Path, command) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_all_processes_saves_what_is_under_way(folder: Path, command, number: signal.Signals) -> None:
     process = command(*QUICK, "--steps=100000", "--seeds=1", "--out=out", "--jobs=1")
     deadline = time.time() + 120
     while time.time() < deadline and not list((folder / "out" / "runs").glob("*.part")):
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
+    os.killpg(process.pid, number)  # as a terminal and a cluster's scheduler do
     told, _ = process.communicate()
     assert process.returncode == 130 and "2 runs are left, 1 of them begun: the same command continues" in told
     assert list((folder / "out" / "unfinished").glob("*/step-*"))
