@@ -72,6 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():  # which restores how they are shown
             if arguments.run is not te.run:
+                for of_code in (SyntaxWarning, DeprecationWarning):  # for authors of what is imported, not for users
+                    warnings.simplefilter("ignore", of_code)
                 warnings.showwarning = partial(_show_warning, arguments.command)
             return arguments.run(arguments)
     except KeyboardInterrupt as stopped:
