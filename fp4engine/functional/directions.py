@@ -445,7 +445,7 @@ def _direction(b: Fused, results: list[Place], record: Any, apart: bool = False)
         place = matrix.place
         if b.builder.whole(place).position < inputs:
             read[b.builder.whole(place)] = None
-        elif apart or place in b.by_host or place in results:
+        elif apart or place in b.apart or place in results:
             tensors[place] = None
         else:
             parts[place] = matrix

@@ -55,7 +55,7 @@ class Fused:
         given: for each role the amaxes that ranks share.
         histories: for each role its history under delayed scaling.
         paths: what runs, for :func:`fp4engine.executed_paths`.
-        by_host: what steps of the host make.
+        apart: what is saved as tensors of their own, since PyTorch makes or reads them.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Fused:
         self.given: dict[TensorType, Given] = {}
         self.histories: dict[TensorType, Any] = {}
         self.paths: list[str] = []
-        self.by_host: set[Place] = set()
+        self.apart: set[Place] = set()
 
     def input(self, index: int) -> Matrix | None:
         """An input of the launch."""
@@ -90,6 +90,7 @@ class Fused:
                 add_row_statistics(self.builder, x, function.eps, function.has_bias),
                 TensorMeta((2, x.shape[0]), (x.shape[0], 1), torch.float32, True),
             )
+            self.apart.add(statistics.place)
             self.paths.append("row_statistics/triton")
         vectors = [None if vector is None else vector.place for vector in (statistics, gamma, beta)]
         prologue = Prologue.of(function.kernel, dtype, function.is_gated)
@@ -357,7 +358,7 @@ class Fused:
             return None
         run: Callable[..., Tensor] = lambda *tensors: function(*[read(tensors) for read in readers]).contiguous()
         (made,) = self.builder.host_step(run, reads, (shape, dtype))
-        self.by_host.add(made)
+        self.apart.add(made)
         strides = (1,) if len(shape) == 1 else (shape[1], 1)
         return Matrix(made, TensorMeta(shape, strides, dtype, True))
 

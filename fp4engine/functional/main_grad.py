@@ -121,4 +121,4 @@ def add_rounded(buffer: Tensor, product: Callable[[], Tensor]) -> None:
 
 def no_gradient(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A placeholder of ``shape`` for the gradient that :class:`Accumulate` computes: one element that is never read."""
-    return torch.empty((), dtype=dtype, device=device).expand(shape)
+    return torch.empty_strided(shape, (0,) * len(shape), dtype=dtype, device=device)

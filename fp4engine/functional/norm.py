@@ -153,18 +153,19 @@ class Norm:
         self, grad: Tensor, given: tuple[Tensor, ...], statistics: Tensor
     ) -> tuple[Tensor, ...]:
         dtypes = [t.dtype for t in given]
-        if self.zero_centered_gamma or set(dtypes) != {grad.dtype}:
+        is_wide = self.zero_centered_gamma or set(dtypes) != {grad.dtype}
+        if is_wide:
             grad, given = grad.float(), tuple(t.float() for t in given)
         x, gamma, *beta = given
         if self.zero_centered_gamma:
             gamma = gamma + 1
-        shape, (rstd, mean) = gamma.shape, statistics[:, :, None]
+        shape, (rstd, mean) = gamma.shape, statistics.unbind()
         if beta:
             wanted = [True, True, True]
             grads = torch.ops.aten.native_layer_norm_backward(grad, x, shape, mean, rstd, gamma, *beta, wanted)
         else:
             grads = torch.ops.aten._fused_rms_norm_backward(grad, x, shape, rstd, gamma, [True, True])
-        return tuple(t.to(dtype) for t, dtype in zip(grads, dtypes, strict=True))
+        return tuple(t.to(dtype) for t, dtype in zip(grads, dtypes, strict=True)) if is_wide else tuple(grads)
 
 
 def _require_parameters(x: Tensor, gamma: Tensor, beta: Tensor | None) -> None:

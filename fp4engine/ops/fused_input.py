@@ -7,7 +7,7 @@ from fp4engine import capability
 from fp4engine.formats import CastSpec
 from fp4engine.ops import backend as backends
 from fp4engine.ops.cast import as_it_is, fused_casts_supported
-from fp4engine.ops.operation import Output, define, is_plain
+from fp4engine.ops.operation import PLAIN, Output, define, is_plain
 
 
 def fuses(tensors: list[Tensor], specs: tuple[CastSpec, CastSpec], dtype: torch.dtype, backend: str) -> bool:
@@ -17,17 +17,17 @@ def fuses(tensors: list[Tensor], specs: tuple[CastSpec, CastSpec], dtype: torch.
         tensors: x [..., K], then parameters [K] of the function.
     """
     x = tensors[0]
+    if torch.compiler.is_compiling() or backend == "reference" or not capability.triton_runs_on(x.device)[0]:
+        return False
     # PyTorch's function rounds to the dtype of x first, which is a second rounding unless that is FP32.
-    if torch.compiler.is_compiling() or x.ndim == 0 or x.dtype not in (dtype, torch.float32):
+    if x.ndim == 0 or x.dtype not in (dtype, torch.float32):
         return False
     for t in tensors:
-        if not is_plain(t) or t.stride(-1) != 1 or t.device != x.device or t.is_neg():
+        if type(t) not in PLAIN or t.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             return False
-        if t.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        if t.stride(-1) != 1 or t.device != x.device or t.is_neg():
             return False
-    if backend == "reference" or not capability.triton_runs_on(x.device)[0]:
-        return False
-    return all(fused_casts_supported(spec.key, dtype)[0] for spec in specs)
+    return fused_casts_supported(specs[0].key, dtype)[0] and fused_casts_supported(specs[1].key, dtype)[0]
 
 
 def row_statistics(x: Tensor, eps: float, centered: bool) -> Tensor:
