@@ -11,7 +11,7 @@ checksum, and of a checksum that the host waits for; and forward and backward of
   python benchmarks/weight_cache.py
 """
 
-from collections.abc import Sequence
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -20,19 +20,23 @@ from step import RECIPE, make, problem, run_nvfp4, run_step
 from timing import argument_parser, environment, repeats_for, time_in_turn, write_json
 
 import fp4engine
-from fp4engine.ops.checksum import Seal, are_broken
+from fp4engine.functional.weight_cache import WeightCache
+from fp4engine.ops.checksum import Seal, are_broken, compare, digest
 
-fits = Seal.fits
-
-
-def waited(seal: Seal, weight: torch.Tensor, spoiled: Sequence[torch.Tensor] = ()) -> bool:
-    fits(seal, weight, spoiled)
-    assert seal.broken is not None
-    return not are_broken([seal.broken])[0]
+get = WeightCache.get
 
 
-def told(seal: Seal, weight: torch.Tensor, spoiled: Sequence[torch.Tensor] = ()) -> bool:
-    return True
+def told(cache: WeightCache, *arguments: Any) -> Any:
+    operands, _ = get(cache, *arguments)
+    return operands, None
+
+
+def waited(cache: WeightCache, weight: torch.Tensor, *arguments: Any) -> Any:
+    operands, seal = get(cache, weight, *arguments)
+    assert seal is not None
+    compare(weight, seal)
+    are_broken([seal.broken])
+    return operands, None
 
 
 def measure(fan_in: int, fan_out: int, turn: float) -> dict[str, float]:
@@ -41,11 +45,13 @@ def measure(fan_in: int, fan_out: int, turn: float) -> dict[str, float]:
     dense, layers = make(torch.nn.Linear, fan_in, fan_out), [make(fp4engine.Linear, fan_in, fan_out) for _ in range(4)]
     weight = layers[0].weight.detach()
     quantizer = fp4engine.make_quantizer(RECIPE, fp4engine.QuantizerRole("linear", "weight"))
-    seal = Seal(weight)
+    first = digest(weight)
+    assert isinstance(first, torch.Tensor)
+    seal = Seal(first, torch.zeros(1, dtype=torch.int32, device=weight.device), ())
     anew, compared, trusted, waiting = layers
 
     def step_by(way, layer):
-        with patch.object(Seal, "fits", way):
+        with patch.object(WeightCache, "get", way):
             run_nvfp4(layer, inp, grad)
 
     with fp4engine.weight_cache(compared), fp4engine.weight_cache(trusted), fp4engine.weight_cache(waiting):
@@ -57,8 +63,8 @@ def measure(fan_in: int, fan_out: int, turn: float) -> dict[str, float]:
                 "told": lambda: step_by(told, trusted),
                 "waited": lambda: step_by(waited, waiting),
                 "cast": lambda: quantizer(weight),
-                "checksum": lambda: seal.fits(weight),
-                "checksum, waited for": lambda: waited(seal, weight),
+                "checksum": lambda: compare(weight, seal),
+                "checksum, waited for": lambda: (compare(weight, seal), are_broken([seal.broken])),
             },
             repeats_for(6.0 * TOKENS * fan_in * fan_out, turn),
         )

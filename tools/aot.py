@@ -67,8 +67,8 @@ from fp4engine.kernels.cast_fp8_blocks import TILE as FP8_TILE
 from fp4engine.kernels.cast_fp8_blocks import WARPS, cast_fp8_blocks_kernel
 from fp4engine.kernels.channel_figures import TILE_R as COUNTED_ROWS
 from fp4engine.kernels.channel_figures import channels_kernel, fold_channels_kernel
-from fp4engine.kernels.checksum import MOST_PROGRAMS, checksum_kernel, compare_kernel
 from fp4engine.kernels.checksum import TILE as CHECKED
+from fp4engine.kernels.checksum import checksum_kernel, compare_kernel
 from fp4engine.kernels.column_sums import COLS as SUM_COLS
 from fp4engine.kernels.column_sums import FOLDED, chunk_sums_kernel, fold_chunks_kernel
 from fp4engine.kernels.dequantize import BLOCKS, decode_kernel, decode_tiles_kernel, dequantize_kernel
@@ -328,7 +328,7 @@ def cases() -> list[tuple[str, Any, dict[str, Any], str]]:
     table += [("draw", draw_kernel, {}, "bf16"), ("place of a shard", place_kernel, {}, "bf16")]
     table.append(("checksum", checksum_kernel, {"BITS": 16, "TILE": CHECKED}, "bf16"))
     for absent in ((), ("right_ptr",), ("left_ptr", "right_ptr")):
-        constants = dict.fromkeys(absent) | {"TILE": MOST_PROGRAMS}
+        constants = dict.fromkeys(absent) | {"BITS": 16, "TILE": CHECKED}
         table.append((f"compare checksums, fill {2 - len(absent)}", compare_kernel, constants, "bf16"))
     for choice in ("", "max", "most_recent", "given"):
         table.append((f"record amax {choice}", record_kernel, {"CHOICE": choice, "ROOM": 1024}, "bf16"))

@@ -64,7 +64,8 @@ class Call(NamedTuple):
             return CastWeight(tiles, tiles if self.needs_dgrad else None, weight)
         needs = Needs(self.needs_dgrad, self.needs_wgrad)
         make = lambda: cast_weight(self.eager(weight.device), self.plan, as_matrix(weight), needs)
-        return CastWeight(*self.weight_cache.get(weight, self.plan, self.needs_dgrad, make), weight)
+        (rowwise, kept), seal = self.weight_cache.get(weight, self.plan, self.needs_dgrad, make)
+        return CastWeight(rowwise, kept, weight, seal)
 
     def record(self, flops: int, *names: GemmName) -> None:
         """Count GEMMs that ran, each of ``flops`` FLOPs."""

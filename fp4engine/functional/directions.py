@@ -92,7 +92,7 @@ def run_forward(
     tensors: list[Any] = [x, weight, bias]
     if given is not None:
         read, kept_before, template = _flat(call, given)
-        if not plan.clips(plan.weight):
+        if template.seal is None and not plan.clips(plan.weight):
             tensors[1] = None
         names += ("given",) * len(read)
         tensors += read
@@ -230,11 +230,12 @@ class Flat(NamedTuple):
     """A weight that was cast before, taken apart.
 
     Attributes:
-        rowwise, kept: the tensors of its operands.
+        read: the tensors that forward reads, of its operand and its seal.
+        kept: the tensors that backward reads.
         template: with slots in place of these.
     """
 
-    rowwise: list[Tensor]
+    read: list[Tensor]
     kept: list[Tensor]
     template: CastWeight
 
@@ -245,8 +246,8 @@ def _flat(call: Call, given: CastWeight) -> Flat:
     known = None if cache is None else cache.flat
     if known is not None and known[0] is given.rowwise and known[1] is given.kept:
         return known[2]
-    (rowwise, first), (kept, second) = saved(given.rowwise), saved(given.kept)
-    flat = Flat(rowwise, kept, CastWeight(first, second, None))
+    (read, (rowwise, seal)), (kept, second) = saved((given.rowwise, given.seal)), saved(given.kept)
+    flat = Flat(read, kept, CastWeight(rowwise, second, None, seal))
     if cache is not None:
         cache.flat = given.rowwise, given.kept, flat
     return flat
@@ -353,9 +354,9 @@ def _resolve_forward(
         if function is not None:
             x, statistics = b.source(function, x, inputs["gamma"], inputs["beta"], dtype)
         if template is not None:
-            weight = template._replace(
-                rowwise=replaced(template.rowwise, _reader(b, names.index("given"))), values=weight
-            )
+            read = _reader(b, names.index("given"))
+            rowwise, seal = replaced((template.rowwise, template.seal), read)
+            weight = template._replace(rowwise=rowwise, values=weight, seal=seal)
         y, kept = forward(b, plan, x, weight, inputs["bias"], needs, dtype)
     except NotCovered:
         return None

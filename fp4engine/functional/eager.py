@@ -15,6 +15,7 @@ from fp4engine.functional.plan import LinearPlan
 from fp4engine.functional.program import Request
 from fp4engine.functional.shards import Shards, shared_amaxes
 from fp4engine.ops import Operand, SquareOperand, TiledOperand
+from fp4engine.ops.checksum import compare
 from fp4engine.ops.operation import PLAIN
 from fp4engine.private import is_fake
 from fp4engine.quantizers import Quantizer
@@ -77,6 +78,8 @@ class Eager:
     def _form(self, spec: CastSpec | None, backend: str) -> ops.Form:
         """The form, codes or values, of an operand that one product reads and that is not kept."""
         return "codes" if spec is None else ops.transient_form(spec.key, self.device, backend)
+
+    compare = staticmethod(compare)
 
     def recall(self, quantizer: Quantizer, kept: Stored, columnwise: bool) -> Operand:
         """The operand of a product, from what the forward pass kept: one side of ``kept``, or ``kept`` itself."""

@@ -21,6 +21,7 @@ from fp4engine.functional.program import Request
 from fp4engine.kernels.launch import LaunchBuilder, Matrix, Place, TensorMeta
 from fp4engine.ops import Operand, SquareOperand, TiledOperand, gemm_fp8
 from fp4engine.ops.cast import casts_supported, decode_supported
+from fp4engine.ops.checksum import Seal
 from fp4engine.ops.draws import draw_from
 from fp4engine.ops.gemm import product_path, values_dtype
 from fp4engine.quantizers import Quantizer
@@ -162,6 +163,16 @@ class Fused:
         own = Matrix(self.builder.buffer((1,), torch.float32), amax.meta)
         add_fold(self.builder, (amax.place, None), (own.place, None), 1)
         return own
+
+    def compare(self, x: Matrix, seal: Seal) -> None:
+        from fp4engine.kernels.checksum import add_comparison
+
+        first, broken, spoiled = seal
+        if len(first.shape):
+            add_comparison(self.builder, x.place, x.meta, first.place, broken.place, spoiled)
+            return
+        compare: Callable[..., None] = lambda x, *parts: self._eager.compare(x, Seal(*parts[:2], parts[2:]))
+        self._on_host(compare, (x, first, broken, *spoiled))
 
     def recall(self, quantizer: Quantizer, kept: Any, columnwise: bool) -> Placed:
         from fp4engine.kernels.dequantize import add_decode_tiles

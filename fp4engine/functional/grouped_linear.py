@@ -239,6 +239,8 @@ def _stacked(weights: Sequence[Tensor], calls: Sequence[Call]) -> CastWeight:
     for weight, call in zip(weights, calls, strict=True):
         b, cast = Eager(weight.device), call.cast_weight(weight)
         row, col = cast_weight(b, plan, as_matrix(weight), needs) if cast is None else cast[:2]
+        if cast is not None and cast.seal is not None:
+            b.compare(weight, cast.seal)
         rowwise.append(b.recall(plan.weight, row, False))
         if col is not None:
             kept.append(b.recall(plan.weight, col, True))

@@ -10,6 +10,7 @@ tensor of the program is a tensor, or the place of one in a launch.
 
     draw         the next draw of the random stream
     cast         operands of tensors, of which ranks may share the outer amaxes
+    compare      whether a matrix still has the bytes that were cast; what was made of others is spoiled
     recall       the operand of a product, from what was kept for it
     dense        an operand that is not quantized; in_dtype: in the layer's dtype, as under torch.autocast
     decode       the values of an operand
@@ -64,11 +65,13 @@ class CastWeight(NamedTuple):
         rowwise: the operand of fprop, or what it is recalled from.
         kept: what dgrad's operand is recalled from; None if it is not needed.
         values: the matrix that was cast, by which a gradient is clipped.
+        seal: what a device compares ``values`` with, see :class:`fp4engine.ops.checksum.Seal`, or None.
     """
 
     rowwise: Any
     kept: Any
     values: Any
+    seal: Any = None
 
 
 class Kept(NamedTuple):
@@ -111,6 +114,8 @@ def forward(
     inp_kept = _kept(b, plan, requests[0], inp, inp_t) if needs.wgrad else None
     inp_within = b.within(plan, x, inp) if needs.dgrad and plan.clips(plan.input) else None
     if isinstance(weight, CastWeight):
+        if weight.seal is not None:
+            b.compare(weight.values, weight.seal)
         rowwise, weight_kept, weight = b.recall(plan.weight, weight.rowwise, False), weight.kept, weight.values
     else:
         rowwise, weight_t = operands[1]

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fp4engine.functional.program import CastWeight, Kept, LaterProduct
 from fp4engine.ops import Operand, SquareOperand, TiledOperand
+from fp4engine.ops.checksum import Seal
 from fp4engine.ops.operation import aligned
 
 
@@ -45,7 +46,7 @@ class Layout:
         self.slots = slots
 
 
-RECORDS = (CastWeight, Kept, LaterProduct, SquareOperand)
+RECORDS = (CastWeight, Kept, LaterProduct, Seal, SquareOperand)
 
 
 def replaced(record: Any, function: Callable[[Any], Any]) -> Any:

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from fp4engine.formats import Outer
 from fp4engine.functional.plan import LinearPlan
 from fp4engine.ops import Operand, SquareOperand, TiledOperand
-from fp4engine.ops.checksum import Seal, are_broken, in_bytes, is_known_at_once
+from fp4engine.ops.checksum import Seal, are_broken, digest, in_bytes
 from fp4engine.steps import hear_steps, hearing_steps
 
 Operands = tuple[Operand, Operand | TiledOperand | SquareOperand | None]
@@ -29,12 +29,12 @@ class _Made(NamedTuple):
 
     Attributes:
         operands, for_dgrad: what was made, and whether it was made for a backward pass too.
-        spoiled: memory of theirs that a device fills with NaN when it finds that the weight has other bytes.
+        seal: what a device compares the weight with at each use; None where the host has compared.
     """
 
     operands: Operands
     for_dgrad: bool
-    spoiled: tuple[Tensor, ...]
+    seal: Seal | None
 
 
 class _Kept:
@@ -43,19 +43,19 @@ class _Kept:
     Attributes:
         storage: refers to the weight's storage weakly.
         key: version and layout of the weight, and the plan.
-        seal: the bytes of the weight.
+        digest: what the bytes of the weight came to.
         made: None while the operands are made.
     """
 
-    def __init__(self, storage: "weakref.ref[UntypedStorage]", key: tuple[Any, ...], seal: Seal) -> None:
-        self.storage, self.key, self.seal = storage, key, seal
+    def __init__(self, storage: "weakref.ref[UntypedStorage]", key: tuple[Any, ...], digest: int | Tensor) -> None:
+        self.storage, self.key, self.digest = storage, key, digest
         self.made: _Made | None = None
 
     def has(self, weight: Tensor, storage: UntypedStorage, key: tuple[Any, ...], needs_dgrad: bool) -> bool:
         """Whether the kept operands were made of the present bytes of ``weight``, as far as the host knows."""
         if self.made is None or self.made.for_dgrad < needs_dgrad or self.storage() is not storage or self.key != key:
             return False
-        return self.seal.fits(weight, self.made.spoiled)
+        return self.made.seal is not None or digest(weight) == self.digest
 
 
 class WeightCache:
@@ -94,8 +94,8 @@ class WeightCache:
 
     def _replace(self, kept: _Kept | None) -> None:
         before, self._kept, self.flat = self._kept, kept, None
-        if before is not None and before.seal.broken is not None:
-            self._flags.append(before.seal.broken)
+        if before is not None and before.made is not None and before.made.seal is not None:
+            self._flags.append(before.made.seal.broken)
 
     @property
     def has_flags(self) -> bool:
@@ -108,8 +108,10 @@ class WeightCache:
         taken, self._flags = self._flags, []
         return taken
 
-    def get(self, weight: Tensor, plan: LinearPlan, needs_dgrad: bool, make: Make) -> Operands:
-        """The operands of ``weight`` under ``plan``, made by ``make`` if they are not cached.
+    def get(self, weight: Tensor, plan: LinearPlan, needs_dgrad: bool, make: Make) -> tuple[Operands, Seal | None]:
+        """The operands of ``weight`` under ``plan``, made by ``make`` if they are not cached, and their seal.
+
+        Where there is a seal, the device has to compare the weight with it before it multiplies by the operands.
 
         A forward without a backward pass may use operands that were made for one with a backward pass, but gets no
         operand for dgrad. Otherwise what a forward saves would depend on the cache, and a recomputed forward might save
@@ -119,17 +121,17 @@ class WeightCache:
         changes = quantizer.draws_in_forward or quantizer.is_stateful or not quantizer.only_casts
         storage, layout = _memory(weight)
         if changes or storage is None or weight.is_inference() or _is_captured(weight):
-            return make()  # a weight that was made in inference mode has no version counter
+            return make(), None  # a weight that was made in inference mode has no version counter
         key, kept = (weight._version, layout, plan), self._kept
         if kept is None or not kept.has(weight, storage, key, needs_dgrad):
             gone = weakref.ref(storage, partial(_forget, weakref.ref(self)))
-            kept = _Kept(gone, key, Seal(weight))
+            kept = _Kept(gone, key, digest(weight))
             self._replace(kept)  # before the operands are made: what clears the cache meanwhile clears them too
             operands = make()
-            kept.made = _Made(operands, needs_dgrad, _spoiled(operands, weight))
+            kept.made = _Made(operands, needs_dgrad, _seal(kept.digest, operands, weight))
         assert kept.made is not None
-        operands, for_dgrad, _ = kept.made
-        return operands if for_dgrad == needs_dgrad else (operands[0], None)
+        operands, for_dgrad, seal = kept.made
+        return operands if for_dgrad == needs_dgrad else (operands[0], None), seal
 
     def tiles(self, weight: Tensor) -> TiledOperand | None:
         """``weight`` as codes with one scale per tile, if it is stored so; every call makes operands from them."""
@@ -141,10 +143,13 @@ def _is_captured(weight: Tensor) -> bool:
     return weight.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _spoiled(operands: Operands, weight: Tensor) -> tuple[Tensor, ...]:
-    """Memory of each operand which, full of NaN, makes every product by it NaN; none where nobody asks for it."""
-    if is_known_at_once(weight):
-        return ()
+def _seal(first: int | Tensor, operands: Operands, weight: Tensor) -> Seal | None:
+    """A seal that spoils memory of each operand which, full of NaN, makes every product by it NaN.
+
+    None where the host knows at once what the bytes of ``weight`` come to.
+    """
+    if isinstance(first, int):
+        return None
     found: dict[int, Tensor] = {}
     for made in operands:
         operand = made.operand if isinstance(made, SquareOperand) else made
@@ -157,7 +162,7 @@ def _spoiled(operands: Operands, weight: Tensor) -> tuple[Tensor, ...]:
             part = operand.data if operand.scale_inv is None else operand.scale_inv
         if part is not None and part.untyped_storage() is not weight.untyped_storage():
             found[part.data_ptr()] = in_bytes(part)
-    return tuple(found.values())
+    return Seal(first, torch.zeros(1, dtype=torch.int32, device=weight.device), tuple(found.values()))
 
 
 def _memory(weight: Tensor) -> tuple[UntypedStorage | None, tuple[Any, ...]]:

@@ -1,10 +1,14 @@
 """Whether a tensor has the bytes that it had, by the checksum of :mod:`fp4engine.reference.checksum`, on the device.
 
-The first kernel reads the tensor once. Each of its programs takes every ``programs``-th tile and leaves the sum of what
-it has read, so that the number of sums does not grow with the tensor. The second one compares these sums with earlier
-ones. Where they differ, it says so in a flag, and fills buffers that were made of the tensor with 0xFF, which is NaN in
-every format of scales and amaxes: what multiplies by them is not finite then, long before the host looks at the flag.
+Either kernel reads the tensor once. Each of its programs takes every ``programs``-th tile and sums what it has read, so
+that the number of sums does not grow with the tensor. The first kernel leaves the sums, and programs of the second one
+compare theirs with these. A program that finds another sum says so in a flag, and fills buffers that were made of the
+tensor with 0xFF, which is NaN in every format of scales and amaxes: what multiplies by them is not finite then, long
+before the host looks at the flag.
 """
+
+import math
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -12,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp4engine.constants import CHECKSUM_FACTORS, CHECKSUM_STEP
-from fp4engine.kernels.launch import Launch, LaunchBuilder, TensorMeta, meta_of, resolver
+from fp4engine.kernels.launch import Launch, LaunchBuilder, Matrix, Place, TensorMeta, meta_of, resolver
 
 STEP = tl.constexpr(CHECKSUM_STEP)
 FIRST, SECOND = (tl.constexpr(factor) for factor in CHECKSUM_FACTORS)
@@ -33,9 +37,9 @@ def mix(word):
     return word ^ (word >> 16)
 
 
-@triton.jit(do_not_specialize=["programs"])
-def checksum_kernel(x_ptr, checksums_ptr, numel, programs, BITS: tl.constexpr, TILE: tl.constexpr):
-    """``x_ptr``: ``numel`` contiguous elements of 8, 16 or 32 bits; ``checksums_ptr``: int64 [programs]."""
+@triton.jit
+def sum_of_program(x_ptr, numel, programs, BITS: tl.constexpr, TILE: tl.constexpr):
+    """An int64, of what this program reads of ``x_ptr``: ``numel`` contiguous elements of 8, 16 or 32 bits."""
     total = tl.zeros([], tl.int64)
     place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     for _ in range(tl.program_id(0), tl.cdiv(numel, TILE), programs):
@@ -49,23 +53,26 @@ def checksum_kernel(x_ptr, checksums_ptr, numel, programs, BITS: tl.constexpr, T
         mixed = mix(word + place.to(tl.uint32) * STEP).to(tl.int64)
         total += tl.sum(tl.where(place < numel, mixed, 0))
         place += programs.to(tl.int64) * TILE
-    tl.store(checksums_ptr + tl.program_id(0), total)
+    return total
 
 
-@triton.jit(do_not_specialize=["count", "left_bytes", "right_bytes"])
+@triton.jit(do_not_specialize=["programs"])
+def checksum_kernel(x_ptr, checksums_ptr, numel, programs, BITS: tl.constexpr, TILE: tl.constexpr):
+    """``checksums_ptr``: int64 [programs]."""
+    tl.store(checksums_ptr + tl.program_id(0), sum_of_program(x_ptr, numel, programs, BITS, TILE))
+
+
+@triton.jit(do_not_specialize=["programs", "left_bytes", "right_bytes"])
 def compare_kernel(
-    checksums_ptr, first_ptr, broken_ptr, count, left_ptr, left_bytes, right_ptr, right_bytes, TILE: tl.constexpr
-):
-    """One program, which compares ``count`` <= TILE checksums.
-
-    ``checksums_ptr``, ``first_ptr``: int64 [count]; ``broken_ptr``: int32 [1], set to 1 or left alone; ``left_ptr``,
+    x_ptr, first_ptr, broken_ptr, numel, programs, left_ptr, left_bytes, right_ptr, right_bytes,
+    BITS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """``first_ptr``: int64 [programs]; ``broken_ptr``: int32 [1], set to 1 or left alone; ``left_ptr``,
     ``right_ptr``: uint8 [bytes] or None, filled with 0xFF or left alone.
     """
-    place = tl.arange(0, TILE)
-    now = tl.load(checksums_ptr + place, mask=place < count, other=0)
-    differs = now != tl.load(first_ptr + place, mask=place < count, other=0)
-    if tl.max(differs.to(tl.int32), axis=0) != 0:
+    if sum_of_program(x_ptr, numel, programs, BITS, TILE) != tl.load(first_ptr + tl.program_id(0)):
         tl.store(broken_ptr, 1)
+        place = tl.arange(0, TILE)
         spoiled = tl.full([TILE], 0xFF, tl.uint8)
         if left_ptr is not None:
             for start in range(0, left_bytes, TILE):
@@ -84,27 +91,35 @@ def programs_of(numel: int) -> int:
 def resolve_checksum(x: TensorMeta, device: torch.device) -> Launch:
     """``(x, sums)``; writes ``sums``."""
     builder = LaunchBuilder(device, inputs=2)
-    _add_checksum(builder, x)
+    numel, programs = x.shape[0], programs_of(x.shape[0])
+    bits = 8 * x.dtype.itemsize
+    builder.step(checksum_kernel, programs, *builder.inputs, numel, programs, bits, TILE, num_warps=4)
     return builder.launch()
+
+
+def add_comparison(
+    builder: LaunchBuilder, x: Place, meta: TensorMeta, first: Place, broken: Place, spoiled: Sequence[Matrix]
+) -> None:
+    """Set ``broken`` and fill ``spoiled`` if the :func:`checksums` of ``x`` are not ``first``.
+
+    Args:
+        broken: int32 [1].
+        spoiled: at most two, uint8 [bytes], contiguous.
+    """
+    numel = math.prod(meta.shape)
+    programs, bits = programs_of(numel), 8 * meta.dtype.itemsize
+    filled = [each for matrix in spoiled for each in (matrix.place, matrix.shape[0])]
+    filled += [None, 0] * (MOST_SPOILED - len(spoiled))
+    builder.step(compare_kernel, programs, x, first, broken, numel, programs, *filled, bits, TILE, num_warps=4)
 
 
 @resolver
 def resolve_comparison(x: TensorMeta, spoiled: tuple[TensorMeta, ...], device: torch.device) -> Launch:
-    """``(x, sums, first, broken, *spoiled)``; writes ``sums``, and perhaps ``broken`` and ``spoiled``."""
-    builder = LaunchBuilder(device, inputs=4 + len(spoiled))
-    _add_checksum(builder, x)
-    _, sums, first, broken, *places = builder.inputs
-    filled = [each for place, its in zip(places, spoiled, strict=True) for each in (place, its.shape[0])]
-    filled += [None, 0] * (MOST_SPOILED - len(spoiled))
-    builder.step(compare_kernel, 1, sums, first, broken, programs_of(x.shape[0]), *filled, MOST_PROGRAMS, num_warps=4)
+    """``(x, first, broken, *spoiled)``; writes perhaps ``broken`` and ``spoiled``."""
+    builder = LaunchBuilder(device, inputs=3 + len(spoiled))
+    place, first, broken, *places = builder.inputs
+    add_comparison(builder, place, x, first, broken, [Matrix(*each) for each in zip(places, spoiled, strict=True)])
     return builder.launch()
-
-
-def _add_checksum(builder: LaunchBuilder, x: TensorMeta) -> None:
-    numel, programs = x.shape[0], programs_of(x.shape[0])
-    builder.step(
-        checksum_kernel, programs, *builder.inputs[:2], numel, programs, 8 * x.dtype.itemsize, TILE, num_warps=4
-    )
 
 
 def checksums(x: Tensor) -> Tensor:
@@ -115,13 +130,7 @@ def checksums(x: Tensor) -> Tensor:
     return sums
 
 
-def compare(x: Tensor, first: Tensor, broken: Tensor, spoiled: list[Tensor]) -> None:
-    """Set ``broken`` and fill ``spoiled`` if the :func:`checksums` of ``x`` are not ``first``.
-
-    Args:
-        broken: int32 [1].
-        spoiled: at most two, uint8 [bytes], contiguous.
-    """
-    flat = x.view(-1)
-    launch = resolve_comparison(meta_of(flat), tuple(meta_of(each) for each in spoiled), x.device)
-    launch(flat, torch.empty_like(first), first, broken, *spoiled)
+def compare(x: Tensor, first: Tensor, broken: Tensor, spoiled: Sequence[Tensor]) -> None:
+    """As :func:`add_comparison`, of tensors."""
+    launch = resolve_comparison(meta_of(x), tuple(meta_of(each) for each in spoiled), x.device)
+    launch(x, first, broken, *spoiled)

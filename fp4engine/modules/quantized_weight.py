@@ -366,17 +366,17 @@ class _StoredOperands(WeightCache):
     @flat.setter
     def flat(self, flat: Any) -> None: ...  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def get(self, weight: Tensor, plan: LinearPlan, needs_dgrad: bool, make: Make) -> Operands:
+    def get(self, weight: Tensor, plan: LinearPlan, needs_dgrad: bool, make: Make) -> tuple[Operands, None]:
         assert isinstance(weight, QuantizedWeight)
         kind = type(weight)  # a method of a tensor is traced with tensors as arguments
         rowwise = kind.make_rowwise(weight)
         if not needs_dgrad:
-            return rowwise, None
+            return (rowwise, None), None
         if plan.backward_override is not None or plan.weight.columnwise_source == "rowwise_dequantized":
-            return rowwise, rowwise
+            return (rowwise, rowwise), None
         if kind.is_read_transposed(weight):
-            return rowwise, SquareOperand(rowwise)
-        return rowwise, kind.make_columnwise(weight)
+            return (rowwise, SquareOperand(rowwise)), None
+        return (rowwise, kind.make_columnwise(weight)), None
 
     def tiles(self, weight: Tensor) -> TiledOperand | None:
         assert isinstance(weight, QuantizedWeight)

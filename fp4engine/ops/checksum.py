@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,50 +10,51 @@ from torch import Tensor
 from fp4engine import capability, reference
 
 
-class Seal:
-    """What the bytes of a tensor came to when this was made.
+class Seal(NamedTuple):
+    """What a device compares the bytes of a tensor with, so that nobody waits for it.
 
-    On a CPU that is their CRC-32. Elsewhere it is their :func:`fp4engine.reference.checksum`, which the device adds up
-    and compares, so that nobody waits for it.
+    Attributes:
+        first: what the bytes came to, from :func:`digest`: a vector if a kernel has added them up, else a scalar.
+        broken: int32 [1], 0 as long as every comparison has found the same bytes.
+        spoiled: at most two, from :func:`in_bytes`, which the device fills with NaN once it finds other bytes. A
+            product by them that comes later on the same stream is then not finite.
+    """
+
+    first: Tensor
+    broken: Tensor
+    spoiled: tuple[Tensor, ...]
+
+
+def digest(x: Tensor) -> int | Tensor:
+    """What the bytes of ``x`` come to.
+
+    On a CPU that is their CRC-32. Elsewhere it is their :func:`fp4engine.reference.checksum`, which the device adds up.
 
     Args:
         x: of any strides, with elements of 1, 2, 4 or 8 bytes.
-
-    Attributes:
-        broken: int32 [1] on the device of ``x``, 0 as long as every comparison there has found the same bytes; None if
-            there was none.
     """
+    if is_known_at_once(x):
+        return zlib.crc32(_bytes(x))
+    if not _has_kernel(x):
+        return reference.checksum(x).sum()
+    from fp4engine.kernels.checksum import checksums
 
-    def __init__(self, x: Tensor) -> None:
-        self._is_by_kernel = not is_known_at_once(x) and _has_kernel(x)
-        self._first = zlib.crc32(_bytes(x)) if is_known_at_once(x) else _checksums(x)
-        self.broken: Tensor | None = None
+    return checksums(x.detach())
 
-    def fits(self, x: Tensor, spoiled: Sequence[Tensor] = ()) -> bool:
-        """Whether ``x`` has the bytes; True where that is not known yet.
 
-        Where it is not known, the device fills ``spoiled`` with NaN once it finds other bytes, and :attr:`broken` says
-        so. A product by ``spoiled`` that comes later on the same stream is then not finite.
+def compare(x: Tensor, seal: Seal) -> None:
+    """Have the device compare ``x`` with the tensor of its shape and dtype that was sealed."""
+    first, broken, spoiled = seal
+    if first.ndim and _has_kernel(x):
+        from fp4engine.kernels.checksum import compare
 
-        Args:
-            x: of the shape and dtype of the tensor that was sealed.
-            spoiled: at most two, from :func:`in_bytes`.
-        """
-        if isinstance(self._first, int):
-            return zlib.crc32(_bytes(x)) == self._first
-        if self.broken is None:
-            self.broken = torch.zeros(1, dtype=torch.int32, device=x.device)
-        if self._is_by_kernel and _has_kernel(x):
-            from fp4engine.kernels.checksum import compare
-
-            compare(x.detach(), self._first, self.broken, list(spoiled))
-        else:
-            with torch.inference_mode():  # where every tensor may be written to
-                differs = reference.checksum(x) != self._first.sum()
-                self.broken.logical_or_(differs)
-                for each in spoiled:
-                    each.masked_fill_(differs, 0xFF)
-        return True
+        compare(x.detach(), first, broken, spoiled)
+        return
+    with torch.inference_mode():  # where every tensor may be written to
+        differs = reference.checksum(x).sum() != first.sum()
+        broken.logical_or_(differs)
+        for each in spoiled:
+            each.masked_fill_(differs, 0xFF)
 
 
 def in_bytes(x: Tensor) -> Tensor:
@@ -69,7 +71,7 @@ def are_broken(flags: Sequence[Tensor]) -> list[bool]:
 
 
 def is_known_at_once(x: Tensor) -> bool:
-    """Whether a comparison of ``x`` is over when :meth:`Seal.fits` returns."""
+    """Whether the host knows the :func:`digest` of ``x`` when it has it."""
     return x.is_cpu
 
 
@@ -81,11 +83,3 @@ def _bytes(x: Tensor) -> memoryview:
     dense = x.detach().resolve_neg().contiguous()
     # A stride of one element alone may be any, also where PyTorch calls the tensor contiguous.
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy().data
-
-
-def _checksums(x: Tensor) -> Tensor:
-    if not _has_kernel(x):
-        return reference.checksum(x)
-    from fp4engine.kernels.checksum import checksums
-
-    return checksums(x.detach())

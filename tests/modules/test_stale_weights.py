@@ -12,7 +12,6 @@ from torch.optim.sgd import sgd
 
 import fp4engine
 import fp4engine.te.pytorch as te
-from fp4engine.functional import weight_cache
 from fp4engine.ops import checksum
 from fp4engine.recipe import NVFP4BlockScaling
 from fp4engine.recipe.zoo import ZOO
@@ -278,8 +277,7 @@ def test_operands_go_with_the_memory_of_their_weight():
 @pytest.fixture
 def elsewhere(monkeypatch):
     """The CPU as a device that nobody waits for: it compares, and somebody looks later."""
-    for module in (checksum, weight_cache):
-        monkeypatch.setattr(module, "is_known_at_once", lambda x: False)
+    monkeypatch.setattr(checksum, "is_known_at_once", lambda x: False)
 
 
 @pytest.mark.parametrize("write", WRITES)
