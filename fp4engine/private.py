@@ -39,6 +39,23 @@ if backward_pass is _outside:
         torch.__version__,
     )
 
+_will_execute: Callable[[Any], bool] | None = getattr(torch._C, "_will_engine_execute_node", None)
+
+
+def is_asked_for(node: Any) -> bool:
+    """Whether the backward pass that this thread is inside was asked for what ``node`` of autograd computes.
+
+    Raises:
+        NotImplementedError: this PyTorch does not tell.
+    """
+    if _will_execute is None:
+        raise NotImplementedError(f"torch {torch.__version__} does not tell which gradients a backward pass computes")
+    try:
+        return _will_execute(node)
+    except RuntimeError:  # it refuses to tell of a leaf that torch.autograd.grad was given, which is asked for
+        return True
+
+
 _top_hooks: Callable[[bool], Hooks | None] | None = getattr(
     getattr(torch._C, "_autograd", None), "_top_saved_tensors_default_hooks", None
 )

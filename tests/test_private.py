@@ -43,6 +43,7 @@ assert ops.largest_magnitudes([torch.tensor([[-3.0, 2.0]])]).tolist() == [3.0]
 """
 NAMES = [
     ("torch._C", "_current_graph_task_id"),
+    ("torch._C", "_will_engine_execute_node"),
     ("torch._C._autograd", "_top_saved_tensors_default_hooks"),
     ("torch._C", "_disabled_torch_function_impl"),
     ("torch", "_scaled_mm"),

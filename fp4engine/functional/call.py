@@ -47,6 +47,16 @@ class Call(NamedTuple):
         """Whether this rank adds the bias to its part of the output."""
         return self.shards is None or self.shards.adds_bias
 
+    @property
+    def wgrad_is_later(self) -> bool:
+        """Whether a backward pass leaves wgrad to be added to ``main_grad`` later."""
+        return self.main_grad is not None and self.main_grad.later is not None
+
+    @property
+    def wgrad_out(self) -> Tensor | None:
+        """What a backward pass adds wgrad to; None if it returns wgrad or leaves it to later."""
+        return None if self.main_grad is None or self.main_grad.later is not None else self.main_grad.buffer
+
     def stream(self, direction: Direction) -> str:
         """The name of the random stream of a direction; empty for the process's stream."""
         return "" if self.shards is None else self.shards.stream(direction)

@@ -145,7 +145,9 @@ def _compiling_backward(
     if plan.draws_in_backward:
         names, expected = (*names, "state"), (*expected, _contiguous((2,), torch.int64))
     dtypes = call.dtype, weight.dtype, None if bias is None else bias.dtype
-    later, setting, device = call.main_grad is not None, _setting(call, "backward"), weight.device
+    if needs.wgrad and (out := call.wgrad_out) is not None:
+        names, expected = (*names, "main_grad"), (*expected, *_told([out]))
+    later, setting, device = call.wgrad_is_later, _setting(call, "backward"), weight.device
     asked = plan, direction.layout, needs, weight.shape[1], dtypes, later, setting, device, names, expected, ()
 
     def compile_backward() -> None:
@@ -180,7 +182,8 @@ def run_backward(
         state: of the random stream; None for the layer's.
 
     Returns:
-        For a weight with a ``main_grad``, in place of its gradient, a function that adds the gradient.
+        For a weight with a ``main_grad``, to which its gradient is then added, None in place of the gradient; or a
+        function that adds the gradient later.
     """
     plan = call.plan
     if not _are_readable([grad_output, *kept]):
@@ -192,7 +195,12 @@ def run_backward(
     if plan.draws_in_backward and (needs.dgrad or needs.wgrad):
         names += ("state",)
         tensors.append(ops.state_of(grad_output.device, call.stream("backward")) if state is None else state)
-    later, pasts = call.main_grad is not None, ()
+    later, out, pasts = call.wgrad_is_later, call.wgrad_out if needs.wgrad else None, ()
+    if out is not None:
+        if not _are_readable([out]):
+            return None
+        names += ("main_grad",)
+        tensors.append(out)
     asked = plan, layout, needs, cols, dtypes, later, setting, grad_output.device
     if call.shards is not None or plan.is_stateful:
         if _recasts_shared(call) or _resolve_backward(*asked, names, _told(tensors), ()) is None:
@@ -207,9 +215,10 @@ def run_backward(
     results = iter(made)
     grad_input = next(results) if needs.dgrad else None
     grad_weight: Any = None
-    if needs.wgrad:
-        pool = [*left, *kept]
-        grad_weight = partial(_accumulate, call, direction.layout, pool, cols) if later else next(results)
+    if needs.wgrad and later:
+        grad_weight = partial(_accumulate, call, direction.layout, [*left, *kept], cols)
+    elif needs.wgrad and out is None:
+        grad_weight = next(results)
     return grad_input, grad_weight, next(results) if needs.bgrad else None
 
 
@@ -390,8 +399,9 @@ def _resolve_backward(
     """
     b = _builder(device, setting, names, told, pasts)
     grad_output, kept = b.input(0), replaced(layout.slots, _reader(b, 1))
+    out = b.input(names.index("main_grad")) if "main_grad" in names else None
     try:
-        gradients = backward(b, plan, grad_output, kept, needs, cols, dtypes, later)
+        gradients = backward(b, plan, grad_output, kept, needs, cols, dtypes, later, out)
     except NotCovered:
         return None
     results = [gradient for gradient in gradients if isinstance(gradient, Matrix)]

@@ -164,14 +164,17 @@ class Fused:
         add_fold(self.builder, (amax.place, None), (own.place, None), 1)
         return own
 
-    def compare(self, x: Matrix, seal: Seal) -> None:
+    def compare(self, x: Matrix, seal: Any) -> None:
         from fp4engine.kernels.checksum import add_comparison
 
         first, broken, spoiled = seal
         if len(first.shape):
             add_comparison(self.builder, x.place, x.meta, first.place, broken.place, spoiled)
             return
-        compare: Callable[..., None] = lambda x, *parts: self._eager.compare(x, Seal(*parts[:2], parts[2:]))
+
+        def compare(x: Tensor, first: Tensor, broken: Tensor, *spoiled: Tensor) -> None:
+            self._eager.compare(x, Seal(first, broken, spoiled))
+
         self._on_host(compare, (x, first, broken, *spoiled))
 
     def recall(self, quantizer: Quantizer, kept: Any, columnwise: bool) -> Placed:

@@ -20,7 +20,7 @@ from fp4engine.functional import program
 from fp4engine.functional.call import Call
 from fp4engine.functional.eager import Eager, Operands
 from fp4engine.functional.linear import refuse_second_derivative, require_bias, require_features
-from fp4engine.functional.main_grad import Accumulate, MainGrad, no_gradient
+from fp4engine.functional.main_grad import MainGrad
 from fp4engine.functional.plan import ExecutedGemms, LinearPlan
 from fp4engine.functional.program import CastWeight, LaterProduct, Needs, Request, cast_weight
 from fp4engine.functional.record import restored, saved
@@ -173,7 +173,7 @@ def grouped_linear(inp: Tensor, counts: Tensor, experts: Sequence[Expert]) -> Te
         if bias is not None:
             require_bias(bias, weight, f"bias{index}")
         calls.append(Call(plan, executed, None, cache, main_grad, needs_dgrad, needs_wgrad, None, inp.dtype))
-        weights.append(weight if main_grad is None else Accumulate.apply(weight, main_grad))
+        weights.append(weight)
     biases = [expert.bias for expert in experts if expert.bias is not None]
     return GroupedLinearFunction.apply(inp, counts, calls, *weights, *biases)
 
@@ -216,7 +216,10 @@ class GroupedLinearFunction(torch.autograd.Function):
         _record(calls, matrix.shape[0] * matrix.shape[1] * ctx.cols, *names[not needs.dgrad : 1 + needs.wgrad])
         grads: list[Tensor | None] = [None] * len(is_needed)
         if isinstance(grad_weight, LaterProduct):
-            grads[:groups] = _later(grad_weight, offsets, calls, ctx.dtypes[0])
+            for expert, own in enumerate(call.main_grad for call in calls):
+                if own is not None and own.is_asked_for(ctx, 2 + expert):  # behind inp and counts
+                    buffers = [own.buffer if other == expert else None for other in range(groups)]
+                    own.add(partial(ops.grouped_wgrad_accumulate, buffers, *grad_weight, offsets))
         elif grad_weight is not None:
             grads[:groups] = grad_weight.unbind()
         if grad_bias is not None:
@@ -253,20 +256,6 @@ def _stack(operands: Sequence[Operand]) -> Operand:
     data, scale_inv, amax = zip(*(operand.tensors for operand in operands), strict=True)
     scales = None if first.scale_inv is None else torch.cat(scale_inv)
     return Operand(first.spec, first.rows * len(operands), first.cols, torch.cat(data), scales, torch.cat(amax))
-
-
-def _later(product: LaterProduct, offsets: Tensor, calls: Sequence[Call], dtype: torch.dtype) -> list[Tensor | None]:
-    """Placeholders of weight gradients that are added to ``main_grad``, each when its weight's node runs."""
-    shape = torch.Size((product.left.rows, product.right.rows))
-    grads: list[Tensor | None] = []
-    for expert, call in enumerate(calls):
-        if call.main_grad is None:
-            grads.append(None)
-            continue
-        buffers = [call.main_grad.buffer if other == expert else None for other in range(len(calls))]
-        call.main_grad.product = partial(ops.grouped_wgrad_accumulate, buffers, *product, offsets)
-        grads.append(no_gradient(shape, dtype, offsets.device))
-    return grads
 
 
 def _record(calls: Sequence[Call], products: int, *names: GemmName) -> None:

@@ -15,7 +15,7 @@ from fp4engine import capability, ops
 from fp4engine.functional import operators, program
 from fp4engine.functional.call import Call
 from fp4engine.functional.fused_input import FusedInput
-from fp4engine.functional.main_grad import Accumulate, MainGrad, no_gradient
+from fp4engine.functional.main_grad import MainGrad
 from fp4engine.functional.operators import ByOperator
 from fp4engine.functional.plan import ExecutedGemms, LinearPlan
 from fp4engine.functional.program import Needs
@@ -68,8 +68,6 @@ def linear(
         needs_wgrad = weight.requires_grad
     executed = ExecutedGemms() if executed is None else executed
     call = Call(plan, executed, shards, weight_cache, main_grad, needs_dgrad, needs_wgrad, function, dtype)
-    if main_grad is not None:
-        weight = Accumulate.apply(weight, main_grad)
     if wholes is not None:
         return PartFunction.apply(x, weight, bias, call, wholes)
     return LinearFunction.apply(x, weight, bias, call, *parameters)
@@ -132,17 +130,23 @@ class LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
         call: Call = ctx.call
-        needs = Needs(call.needs_dgrad, call.needs_wgrad, ctx.needs_input_grad[2])
+        needs, main_grad = Needs(call.needs_dgrad, call.needs_wgrad, ctx.needs_input_grad[2]), call.main_grad
+        if main_grad is not None and needs.wgrad:
+            needs = needs._replace(wgrad=main_grad.is_asked_for(ctx, 1))
         tensors = ctx.saved_tensors  # to be asked for once: a checkpoint may recompute them for it
         kept, rest = tensors[: ctx.count], tensors[ctx.count :]
         grad_output = as_matrix(grad_outputs[0])
+        if main_grad is not None and needs.wgrad and main_grad.later is None:
+            main_grad.begin()
         made = _backward(call, ctx.layout, grad_output, kept, needs, ctx.cols, ctx.dtypes)
         grad_input, grad_weight, grad_bias = made
         flops = 2 * grad_output.shape[0] * grad_output.shape[1] * ctx.cols
-        if needs.wgrad and call.main_grad is not None:
-            call.main_grad.product = partial(_counted, call, flops, grad_weight, call.main_grad.buffer)
-            grad_weight = no_gradient(call.main_grad.buffer.shape, ctx.dtypes[1], grad_output.device)
-            needs = needs._replace(wgrad=False)
+        if main_grad is not None and needs.wgrad:
+            if main_grad.later is None:
+                main_grad.end()
+            else:
+                main_grad.add(partial(_counted, call, flops, grad_weight, main_grad.buffer))
+                grad_weight, needs = None, needs._replace(wgrad=False)
         call.record(flops, *("dgrad", "wgrad")[not needs.dgrad : 1 + needs.wgrad])
         grad_parameters: tuple[Tensor | None, ...] = (None,) * (len(ctx.needs_input_grad) - 4)
         if grad_input is not None:
@@ -185,7 +189,7 @@ def _backward(
     cols: int,
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None],
 ) -> tuple[Tensor | None, Any, Tensor | None]:
-    """Gradients of input, weight and bias; with a ``main_grad`` a function of the buffer, to which it adds wgrad."""
+    """Gradients of input, weight and bias; see :func:`fp4engine.functional.directions.run_backward`."""
     plan, device = call.plan, grad_output.device
     if isinstance(layout, ByOperator):
         return operators.run_backward(call, layout, grad_output, kept, needs, cols, dtypes)
@@ -193,10 +197,8 @@ def _backward(
         made = _directions().run_backward(call, layout, grad_output, kept, needs, cols, dtypes)
         if made is not None:
             return made
-    b, record, later = call.eager(device), restored(layout.slots, kept), call.main_grad is not None
-    grad_input, grad_weight, grad_bias = program.backward(
-        b, plan, grad_output, record, needs, cols, dtypes, later and needs.wgrad
-    )
+    b, record, later, out = call.eager(device), restored(layout.slots, kept), call.wgrad_is_later, call.wgrad_out
+    grad_input, grad_weight, grad_bias = program.backward(b, plan, grad_output, record, needs, cols, dtypes, later, out)
     if later and needs.wgrad:
         grad_weight = partial(program.accumulate, b, plan, grad_weight, record.weight_within, cols)
     return grad_input, grad_weight, grad_bias

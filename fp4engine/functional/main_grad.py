@@ -7,59 +7,65 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp4engine.private import is_asked_for
+
 
 class MainGrad:
-    """A buffer to which the weight's gradient is added, in FP32 and with one rounding.
+    """A buffer to which the weight's gradient is added, in FP32 and with one rounding; ``weight.grad`` stays None.
 
     Args:
+        weight: the weight.
         buffer: FP32, BF16 or FP16, shaped like the weight.
         overwrites: whether to clear the buffer first. It is also cleared if the attribute ``overwrite_main_grad`` of
             the weight is true.
         later: a list to which a backward pass appends a function that adds the gradient; None if it adds it itself.
-
-    The autograd node of the linear transformation stores wgrad here as a function, ``product``. The autograd node of
-    the weight (:class:`Accumulate`) calls it. PyTorch runs that node only if the weight's gradient is asked for.
     """
 
-    def __init__(self, buffer: Tensor, overwrites: bool, later: list[Callable[[], None]] | None) -> None:
+    def __init__(
+        self, weight: Tensor, buffer: Tensor, overwrites: bool, later: list[Callable[[], None]] | None
+    ) -> None:
+        self.weight: Any = weight
         self.buffer, self.overwrites, self.later = buffer, overwrites, later
-        self.product: Callable[[], Any] | None = None
 
+    def is_asked_for(self, ctx: Any, index: int) -> bool:
+        """Whether the backward pass that runs has to compute the weight's gradient.
 
-class Accumulate(torch.autograd.Function):
-    """A node between a weight and its linear transformation, which has wgrad added to ``weight.main_grad``.
+        Args:
+            ctx: the autograd node that would compute it.
+            index: of the weight among the node's tensors.
+        """
+        if not self.weight.requires_grad:  # frozen since the forward pass, as ``weight.grad`` would be left alone
+            return False
+        return torch.compiler.is_dynamo_compiling() or is_asked_for(ctx.next_functions[index][0])
 
-    Forward returns the weight. Backward calls the product that :class:`MainGrad` holds, which adds to the buffer, and
-    returns no gradient, so that ``weight.grad`` stays None.
-    """
+    def begin(self) -> None:
+        """Make the buffer ready for a gradient.
 
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, main_grad: MainGrad) -> Tensor:
-        ctx.main_grad, ctx.weight = main_grad, weight
-        return weight.view_as(weight)
+        Raises:
+            RuntimeError: ``weight.main_grad`` is another tensor than in the forward pass.
+        """
+        if not torch.compiler.is_dynamo_compiling():
+            _require_same(getattr(self.weight, "main_grad", None), self.buffer)
+        if self.overwrites or getattr(self.weight, "overwrite_main_grad", False):
+            self.buffer.zero_()
 
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[None, None]:
-        main_grad: MainGrad = ctx.main_grad
-        product, main_grad.product = main_grad.product, None
-        assert product is not None, "the linear transformation's backward comes first"
-        if main_grad.later is None:
-            _add(product, main_grad, ctx.weight)
+    def end(self) -> None:
+        """Tell those who look at the weight that its gradient was added."""
+        if hasattr(self.weight, "grad_added_to_main_grad"):  # set by frameworks that read it
+            self.weight.grad_added_to_main_grad = True
+
+    def add(self, product: Callable[[], Any]) -> None:
+        """Call ``product``, which adds to the buffer: now, or ``later``."""
+        if self.later is None:
+            self._add(product)
         else:
-            main_grad.later.append(partial(_add, product, main_grad, ctx.weight))
-        return None, None
+            self.later.append(partial(self._add, product))
 
-
-def _add(product: Callable[[], Any], main_grad: MainGrad, weight: Any) -> None:
-    if not weight.requires_grad:  # frozen since the forward pass, as ``weight.grad`` would be left alone
-        return
-    if not torch.compiler.is_dynamo_compiling():
-        _require_same(getattr(weight, "main_grad", None), main_grad.buffer)
-    if main_grad.overwrites or getattr(weight, "overwrite_main_grad", False):
-        main_grad.buffer.zero_()
-    product()
-    if hasattr(weight, "grad_added_to_main_grad"):  # set by frameworks that read it
-        weight.grad_added_to_main_grad = True
+    def _add(self, product: Callable[[], Any]) -> None:
+        if self.weight.requires_grad:
+            self.begin()
+            product()
+            self.end()
 
 
 def require_main_grad(weight: Tensor) -> Tensor:
@@ -117,8 +123,3 @@ def _require_same(now: Any, buffer: Tensor) -> None:
 def add_rounded(buffer: Tensor, product: Callable[[], Tensor]) -> None:
     """Add to ``buffer`` in FP32, rounded once."""
     buffer.add_(product())
-
-
-def no_gradient(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A placeholder of ``shape`` for the gradient that :class:`Accumulate` computes: one element that is never read."""
-    return torch.empty_strided(shape, (0,) * len(shape), dtype=dtype, device=device)

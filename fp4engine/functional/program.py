@@ -92,7 +92,7 @@ class Kept(NamedTuple):
 
 
 class LaterProduct(NamedTuple):
-    """The operands of a wgrad that is computed when the weight's own autograd node runs, see ``main_grad.py``."""
+    """The operands of a wgrad that is computed after the backward pass, see ``main_grad.py``."""
 
     left: Any
     right: Any
@@ -141,6 +141,7 @@ def backward(
     cols: int,
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None],
     later: bool = False,
+    out: Any = None,
 ) -> tuple[Any, Any, Any]:
     """Gradients of input, weight and bias; None for those that are not needed.
 
@@ -148,6 +149,7 @@ def backward(
         cols: K.
         dtypes: of input, weight and bias.
         later: whether wgrad is left to :func:`accumulate`; its :class:`LaterProduct` then takes the gradient's place.
+        out: what wgrad is added to, in FP32 and with one rounding; the gradient is then None.
     """
     grad_input = grad_weight = grad_bias = None
     if needs.dgrad or needs.wgrad:
@@ -166,7 +168,9 @@ def backward(
                 grad_weight = LaterProduct(left_t, inp)
             else:
                 within = kept.weight_within
-                grad_weight = _gradient(b, plan, "wgrad", left_t, inp, plan.input, within, cols, dtypes[1])
+                dtype = dtypes[1] if out is None else out.dtype
+                gradient = _gradient(b, plan, "wgrad", left_t, inp, plan.input, within, cols, dtype, out)
+                grad_weight = gradient if out is None else None
     if needs.bgrad:
         grad_bias = b.column_sum(plan, grad_output, dtypes[2])
     return grad_input, grad_weight, grad_bias

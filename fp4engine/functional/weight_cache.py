@@ -55,7 +55,7 @@ class _Kept:
         """Whether the kept operands were made of the present bytes of ``weight``, as far as the host knows."""
         if self.made is None or self.made.for_dgrad < needs_dgrad or self.storage() is not storage or self.key != key:
             return False
-        return self.made.seal is not None or digest(weight) == self.digest
+        return self.made.seal is not None or bool(digest(weight) == self.digest)
 
 
 class WeightCache:

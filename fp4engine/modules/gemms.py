@@ -494,7 +494,7 @@ class Gemms(Named):
             raise NotImplementedError(
                 f"{self._label()}: fuse_wgrad_accumulation is not implemented for a weight that is a DTensor"
             )
-        return MainGrad(require_main_grad(weight), overwrites, self.later)
+        return MainGrad(weight, require_main_grad(weight), overwrites, self.later)
 
     def __getstate__(self) -> dict[str, Any]:
         """The attributes for copies, without what ran and who listened, and without plans: factories may not pickle."""
