@@ -249,7 +249,7 @@ class OfTiles(WeightCache):
 
     def get(self, weight, plan, needs_dgrad, make):
         tiles = self.tiles(weight)
-        return tiles.rowwise(), tiles if needs_dgrad else None
+        return (tiles.rowwise(), tiles if needs_dgrad else None), None
 
 
 @pytest.mark.parametrize("x_grad", [True, False])
