@@ -118,8 +118,3 @@ def _require_same(now: Any, buffer: Tensor) -> None:
             "weight.main_grad is another tensor in the backward pass than it was in the forward pass; set it before "
             "the forward pass, and clear it with main_grad.zero_()"
         )
-
-
-def add_rounded(buffer: Tensor, product: Callable[[], Tensor]) -> None:
-    """Add to ``buffer`` in FP32, rounded once."""
-    buffer.add_(product())

@@ -98,13 +98,17 @@ def test_a_thread_that_comes_between_neither_gives_nor_gets_anothers_operands():
     def after(act, made):
         return lambda: (act(), made)[1]
 
-    def of_second():
-        return cache.get(weight, second, False, lambda: ("second", None))
+    def rowwise(plan, make):
+        (operand, _), _ = cache.get(weight, plan, False, make)
+        return operand
 
-    assert cache.get(weight, first, False, after(of_second, ("first", None)))[0] == "first"
-    assert of_second()[0] == "second"
-    cache.get(weight, first, False, after(cache.clear, ("before the step", None)))
-    assert cache.get(weight, first, False, lambda: ("after it", None))[0] == "after it"
+    def of_second():
+        return rowwise(second, lambda: ("second", None))
+
+    assert rowwise(first, after(of_second, ("first", None))) == "first"
+    assert of_second() == "second"
+    rowwise(first, after(cache.clear, ("before the step", None)))
+    assert rowwise(first, lambda: ("after it", None)) == "after it"
 
 
 def test_in_place_update_invalidates(layer, batches):
