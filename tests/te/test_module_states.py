@@ -55,13 +55,15 @@ def test_looking_changes_no_byte() -> None:
     assert torch.equal(seen.weight.grad, unseen.weight.grad)
 
 
-def test_what_is_written_is_what_the_next_forward_scales_by() -> None:
+@pytest.mark.parametrize("unseen", [False, True])
+def test_what_is_written_is_what_the_next_forward_scales_by(unseen: bool) -> None:
     torch.manual_seed(0)
     layer, x = Linear(32, 32, bias=False), torch.randn(16, 32)
     step(layer, x)
     state = layer.fp8_meta["scaling_fwd"]
-    state.scale.copy_(torch.tensor([2.0, 16.0, 1.0]))
-    state.amax_history.zero_()
+    scale, history = (each.data if unseen else each for each in (state.scale, state.amax_history))
+    scale.copy_(torch.tensor([2.0, 16.0, 1.0]))  # through ``data`` the version stays what it was
+    history.zero_()
     with autocast(recipe=DELAYED):
         y = layer(x)
     codes = [

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fp4engine.formats import CastSpec
+from fp4engine.ops.checksum import Seal, compare, digest, in_bytes
+from fp4engine.ops.operation import is_plain
 from fp4engine.reference import swizzle_scales
 from fp4engine.reference.swizzle import unswizzle_scales
 
@@ -117,13 +119,26 @@ def rectangle(part: Tensor, cols: int) -> tuple[slice, slice] | None:
 def remember(tensor: Tensor, source: Tensor) -> None:
     """Keep ``source``, which ``tensor`` was computed from, as its attribute, valid until somebody writes into it."""
     kept: Any = tensor
-    kept.source_and_version = source, _version(tensor)
+    has_bytes = is_plain(tensor) and not tensor.is_meta and tensor.numel() > 0
+    first: Any = digest(tensor) if has_bytes else None
+    if isinstance(first, Tensor):
+        first = Seal(first, torch.zeros(1, dtype=torch.int32, device=tensor.device), (in_bytes(source),))
+    kept.remembered = source, _version(tensor), first
 
 
 def remembered(tensor: Tensor) -> Tensor | None:
-    """What :func:`remember` has kept; None if there is nothing, or ``tensor`` has been written into since."""
-    source, version = getattr(tensor, "source_and_version", (None, None))
-    return source if version is not None and version == _version(tensor) else None
+    """What :func:`remember` has kept; None if there is nothing, or ``tensor`` has been written into since.
+
+    A write through ``tensor.data`` or other memory shows in no version, so the bytes are compared too. Where the host
+    would wait for that, the device makes what was kept NaN if they differ.
+    """
+    source, version, first = getattr(tensor, "remembered", (None, None, None))
+    if source is None or version is None or version != _version(tensor):
+        return None
+    if isinstance(first, Seal):
+        compare(tensor, first)
+        return source
+    return source if first is None or digest(tensor) == first else None
 
 
 def _version(tensor: Tensor) -> int | None:

@@ -202,7 +202,7 @@ class DelayedScalingRecipeState(RecipeState):
         self.scale = torch.ones(self.num_quantizers, dtype=torch.float32, device=self.device)
         shape = (self.frozen.amax_history_len, self.num_quantizers)
         self.amax_history = torch.zeros(shape, dtype=torch.float32, device=self.device)
-        self._shown = self._versions()
+        self._shown = self._contents()
 
     def inherit_state_from(self, other: RecipeState) -> bool:
         """Adopt the tensors of ``other``, and return True; False if its kind or number of tensors or steps differs."""
@@ -216,18 +216,20 @@ class DelayedScalingRecipeState(RecipeState):
         each = range(self.num_quantizers)
         return [Float8Quantizer(self.scale[i : i + 1], self.amax_history[0][i : i + 1], self.dtype) for i in each]
 
-    def _versions(self) -> tuple[int, int]:
-        return self.scale._version, self.amax_history._version
+    def _contents(self) -> list[tuple[int, Tensor]]:
+        """Version and bits of either tensor: a write may leave one of them as it was."""
+        return [(each._version, each.detach().clone().view(torch.int32)) for each in (self.scale, self.amax_history)]
 
     def exchange(self, quantizers: Sequence[DelayedQuantizer | None]) -> None:
         """Give the histories of ``quantizers``, one per column, what was written here, or else show them here."""
-        is_written = self._versions() != self._shown
+        pairs = zip(self._contents(), self._shown, strict=True)
+        is_written = any(now[0] != shown[0] or not torch.equal(now[1], shown[1]) for now, shown in pairs)
         for index, quantizer in enumerate(quantizers):
             if quantizer is not None and is_written:
                 self._write(index, quantizer)
             elif quantizer is not None:
                 self._show(index, quantizer)
-        self._shown = self._versions()
+        self._shown = self._contents()
 
     def _write(self, index: int, quantizer: DelayedQuantizer) -> None:
         history, spec = quantizer.history, quantizer.rowwise_spec
