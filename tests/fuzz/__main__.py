@@ -4,13 +4,16 @@ import argparse
 import sys
 import tempfile
 import time
-import traceback
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
-from tests.fuzz import cases, ranks, verdict
+from tests.fuzz import ranks, verdict
 
 
 def parser() -> argparse.ArgumentParser:
@@ -20,22 +23,9 @@ def parser() -> argparse.ArgumentParser:
     new.add_argument("--first", type=int, default=0, help="number of the first case")
     new.add_argument("--seconds", type=float, default=float("inf"), help="stop after this time")
     new.add_argument("--device", help="run there, against the same steps there without moves, caches and checkpoints")
+    new.add_argument("--jobs", type=int, default=1, help="how many processes run cases (default: 1)")
     new.add_argument("--ranks", action="store_true", help="on two processes that share outer amaxes")
     return new
-
-
-def failure(seed: int, index: int, device: str | None = None) -> str:
-    """What is wrong with a case, and how to run it again; empty if nothing is."""
-    case = cases.draw(seed, index)
-    try:
-        wrong = verdict.run(case, device)
-    except Exception:
-        wrong = [traceback.format_exc()]
-    if not wrong:
-        return ""
-    where = f" --device {device}" if device else ""
-    again = f"python -m tests.fuzz --seed {seed} --first {index} --cases 1{where}"
-    return "\n  ".join([f"case {index}: {case}", *wrong, f"again: {again}"])
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -48,14 +38,20 @@ def main(argv: list[str] | None = None) -> int:
         return 1 if failures else 0
     began, done, failed = time.monotonic(), 0, 0
     numbers = range(arguments.first, arguments.first + arguments.cases)
-    with tqdm(numbers, desc=f"seed {arguments.seed}", unit="case", disable=None) as bar:
-        for index in bar:
-            if time.monotonic() - began > arguments.seconds:
-                break
+    with ExitStack() as stack:
+        run = partial(verdict.failure, arguments.seed, device=arguments.device)
+        texts: Iterator[str] = map(run, numbers)
+        if arguments.jobs > 1:
+            pool = stack.enter_context(get_context("spawn").Pool(arguments.jobs, torch.set_num_threads, (1,)))
+            texts = pool.imap(run, numbers, chunksize=8)
+        bar = stack.enter_context(tqdm(texts, f"seed {arguments.seed}", len(numbers), unit="case", disable=None))
+        for text in bar:
             done += 1
-            if text := failure(arguments.seed, index, arguments.device):
+            if text:
                 failed += 1
                 bar.write(text)
+            if time.monotonic() - began > arguments.seconds:
+                break
     print(f"{done} cases of seed {arguments.seed} in {time.monotonic() - began:.0f} s, {failed} failed")
     return 1 if failed else 0
 

@@ -407,6 +407,14 @@ Results = dict[str, Any]
 """Tensors by what they are; and the number of draws."""
 
 
+def seen_write(way: str) -> str:
+    """What has to come to the bytes of weights that were halved in this ``way``, and shows in their version or memory.
+
+    An optimizer makes a zero of -0.0, and where a weight lies decides how MKL sums a product of one row.
+    """
+    return {"replaced": "memory", "fused": "optimizer"}.get(way, way if way in ("memory", "optimizer") else "in place")
+
+
 def halve_weights(module: torch.nn.Module, way: str) -> None:
     """Halve every weight matrix, which is exact, by one of the ways in which weights change."""
     for name, parameter in list(module.named_parameters()):
@@ -447,8 +455,8 @@ def by_hand(
     results: Results = {}
     total: dict[str, Tensor | None] = {}
     for batch, (x, dy) in enumerate(batches):
-        if batch and case.writes != "none":  # where it lies in memory decides how MKL sums a product of one row
-            halve_weights(module, "memory" if case.writes in ("memory", "replaced") else "in place")
+        if batch and case.writes != "none":
+            halve_weights(module, seen_write(case.writes))
         results[f"y of batch {batch}"], backward = straight.forward(x)
         own: dict[str, Tensor | None] = {}
         for _ in range({"none": 0, "retain": 2}.get(case.how, 1)):

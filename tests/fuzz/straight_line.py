@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp4engine import reference
+from fp4engine.constants import ALIGNMENT
 from fp4engine.formats import CastSpec, Outer
 from fp4engine.recipe import Recipe
 from fp4engine.recipe.casts import Casts
@@ -218,7 +219,9 @@ class Linear:
 
     def _backward_side(self, tensor: Tensor, row: Side, col: Side | None, role: str, rng: Tensor | None) -> Side:
         if self.override == "high_precision":
-            return Side(None, tensor.to(self.x.dtype).T)
+            # What backward keeps is copied where kernels could not read it, and MKL's sums depend on the address.
+            kept = tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
+            return Side(None, kept.to(self.x.dtype).T)
         if self.override == "dequantized":
             return Side(None, row.dequantized(self.x.dtype).T)
         if col is not None:

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.mark.parametrize("first", range(0, CASES, PART))
 def test_bytes_are_those_of_the_step_by_hand(first: int) -> None:
-    failures = [text for index in range(first, first + PART) if (text := command.failure(SEED, index))]
+    failures = [text for index in range(first, first + PART) if (text := verdict.failure(SEED, index))]
     assert not failures, "\n".join(failures)
 
 
@@ -35,7 +35,7 @@ def nobody_waits(monkeypatch) -> None:
 
 @pytest.mark.parametrize("first", range(0, 200, PART))
 def test_bytes_are_those_of_a_plain_step_on_a_device_that_nobody_waits_for(first: int, nobody_waits) -> None:
-    failures = [text for index in range(first, first + PART) if (text := command.failure(SEED, index, "cpu"))]
+    failures = [text for index in range(first, first + PART) if (text := verdict.failure(SEED, index, "cpu"))]
     assert not failures, "\n".join(failures)
 
 

@@ -1,6 +1,7 @@
 """Whether a case has the right bytes, or is refused by name where it has to be."""
 
 import threading
+import traceback
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -10,7 +11,7 @@ from torch import Tensor
 
 import fp4engine
 from tests.fuzz import moves
-from tests.fuzz.cases import Case, Results, by_engine, by_hand, elsewhere, make_batches, make_module
+from tests.fuzz.cases import Case, Results, by_engine, by_hand, draw, elsewhere, make_batches, make_module, seen_write
 
 STALE = "was written to while its codes were cached"
 """What a device that nobody waits for says of a write that moves neither a weight's version nor its memory."""
@@ -71,7 +72,7 @@ def draws_in_forward(case: Case) -> bool:
 
 def plain(case: Case) -> Case:
     """The same step without all that must not change a byte."""
-    writes = {"none": "none", "memory": "memory", "replaced": "memory"}.get(case.writes, "in place")
+    writes = "none" if case.writes == "none" else seen_write(case.writes)
     return replace(
         case, moves=(), seeding="told", caching="none", checkpoint="none", writes=writes, elsewhere=False, threads=1
     )
@@ -132,6 +133,20 @@ def run(case: Case, device: str | None = None) -> list[str]:
         for results in found:
             results["draws"] = _draws(device or "cpu")
     return [difference for results in found for difference in differences(results, want)]
+
+
+def failure(seed: int, index: int, device: str | None = None) -> str:
+    """What is wrong with a case, and how to run it again; empty if nothing is."""
+    case = draw(seed, index)
+    try:
+        wrong = run(case, device)
+    except Exception:
+        wrong = [traceback.format_exc()]
+    if not wrong:
+        return ""
+    where = f" --device {device}" if device else ""
+    again = f"python -m tests.fuzz --seed {seed} --first {index} --cases 1{where}"
+    return "\n  ".join([f"case {index}: {case}", *wrong, f"again: {again}"])
 
 
 def _draws(device: str) -> int:
