@@ -15,7 +15,7 @@ from fp4engine.arguments import require_callable, require_model, require_pattern
 from fp4engine.functional import ExecutedGemms
 from fp4engine.functional.plan import HIGH_PRECISION
 from fp4engine.modules import Gemms, GroupedLinear, Linear
-from fp4engine.modules.identity import known_names, require_rules
+from fp4engine.modules.identity import known_names, require_paths, require_rules
 from fp4engine.names import covers, literal
 from fp4engine.recipe import Recipe
 from fp4engine.recipe.base import require_recipe
@@ -181,6 +181,7 @@ def assert_quantized(
     own = [module.recipe for module in model.modules() if isinstance(module, Gemms) and module.recipe is not None]
     for each in {each.number: each for each in ([recipe] if recipe is not None else own)}.values():
         require_rules(each, known_names(model))
+        require_paths(each, model)
     if min_fraction is None:
         if found := [*_departures(model, report, recipe, keep_high_precision)]:
             faults = [name + fault for name, fault in collapsed(found)]

@@ -121,9 +121,11 @@ class Gemms(Named):
         """Why listeners get other tensors and casts than this module multiplies by; empty if they get the same."""
         return ""
 
-    def _renamed(self) -> None:
-        """Compiled code asks anew for the plan of a module with a new name."""
+    def _renamed(self, before: str | None) -> None:
+        """Compiled code asks anew for the plan of a module with a new name, by which nothing has run yet."""
         self._plans_for_tracing.clear()
+        if before is not None and before != self._name:
+            self.executed = ExecutedGemms()
 
     @property
     def recipe(self) -> Recipe | None:

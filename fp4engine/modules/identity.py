@@ -173,11 +173,12 @@ class Named(nn.Module):
         if name is not None and not isinstance(name, str):
             raise ValueError(f"name must be a string or None, got {name!r}")
         vars(self).pop("_replica_of", None)
+        before = vars(self).get("_name")
         self._name, self._is_whole, self._identity = str(name or ""), not isinstance(name, EndOfName), None
-        self._renamed()
+        self._renamed(before)
 
-    def _renamed(self) -> None:
-        """Forget what was made for another name."""
+    def _renamed(self, before: str | None) -> None:
+        """Forget what was made for another name, and what ran under the name ``before``; None as the layer is made."""
 
     def name_for(self, recipe: Recipe) -> str:
         """The name by which ``recipe`` sees this layer, checked if the recipe reads names.
@@ -275,6 +276,28 @@ def require_rules(recipe: Recipe, names: Iterable[tuple[str, ...]]) -> None:
                     f"{first!r} and {other!r} are one module, and the recipe's rules for these names differ; "
                     "write rules that match both or neither"
                 )
+
+
+def require_paths(recipe: Recipe, model: nn.Module) -> None:
+    """Check that ``model`` does not hold layers of another model at paths where rules of ``recipe`` mean others.
+
+    Blocks that were cut out of a model that still exists go on being known by their names there.
+
+    Raises:
+        ValueError: a rule is about the path of a layer in ``model``, and not about its name.
+    """
+    if not isinstance(recipe, RuledRecipe):
+        return
+    for path, layer in model.named_modules():
+        if not isinstance(layer, Named) or layer._identity is None or not path:
+            continue
+        here, name = _name_at(layer, _plain(path)), layer._identity.name
+        is_part = f".{here}".endswith(f".{name}") or f".{name}".endswith(f".{here}")
+        if not is_part and not set(recipe.rules_about(here)) <= set(recipe.rules_about(name)):
+            raise ValueError(
+                f"a rule of the recipe is about {here!r}, and the layer there is {name!r} of the model that was given "
+                f"to convert, by which name recipes see it: {_WAYS_OUT}"
+            )
 
 
 def _layers_of(recipe: Recipe) -> Iterator[tuple[str, ...]]:

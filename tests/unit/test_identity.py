@@ -234,6 +234,23 @@ def test_cutting_is_seen_after_the_layers_have_run() -> None:
     assert model.layers[1].up.name == "layers.1.up"
 
 
+def test_blocks_of_another_model_are_not_approved_by_rules_about_their_places_here() -> None:
+    model, small, recipe = converted(), Net(0), ruled("layers.0")
+    small.layers = nn.ModuleList(model.layers[1:])
+    del small.head
+    small.forward = lambda x: small.layers[1](small.layers[0](x))
+    with fp4engine.autocast(recipe=recipe):
+        small(X)  # by their names in the model that was given to convert, which still exists
+    with pytest.raises(ValueError, match=r"'layers.0.up', and the layer there is 'layers.1.up'"):
+        fp4engine.assert_quantized(small, recipe=recipe)
+    fp4engine.assert_quantized(small, recipe=ruled("head"))
+    fp4engine.convert(small)
+    with pytest.raises(AssertionError, match="no GEMM of a linear module was counted"):
+        fp4engine.assert_quantized(small, recipe=recipe)  # what ran did so under other names
+    assert in_high_precision(small, recipe) == {"layers.0.up", "layers.0.down"}
+    fp4engine.assert_quantized(small, recipe=recipe)
+
+
 def test_layers_that_stay_where_they_are_need_no_new_names() -> None:
     model, recipe = converted(), ruled("layers.1")
     del model.layers[2]
