@@ -6,6 +6,11 @@ GPUS    ?= 80 86 89 90
 ARGS    ?=
 RELEASE_TOOLS := build==1.6.1 twine==7.0.0 cffconvert==2.0.0
 
+# Bytecode is kept, out of the sources, whatever the environment says: tests start many processes, each of which would
+# otherwise compile PyTorch's modules anew.
+export PYTHONDONTWRITEBYTECODE :=
+export PYTHONPYCACHEPREFIX     := $(CURDIR)/.venv/bytecode
+
 BIN       := .venv/bin
 INSTALLED := .venv/.installed
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from inspect import ismodule
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,56 +19,84 @@ DEFAULT_SIDES = (CastSpec(), CastSpec(rotation=Rotation()))
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_interpreter() -> Iterator[None]:
-    """Triton's interpreter replaces the functions of its language once per launch, and looks for no overflow.
+    """Triton's interpreter replaces the functions of its language once, and looks for no overflow.
 
-    By itself it does so again whenever one device function calls another, which takes a third of the time. It also
-    repeats every sum and product of integers in 64 bits, to compare, and looks at the comparison under ``debug`` alone.
-    And most of what is left it spends on making the type of every tensor anew, which is remembered here.
+    By itself it does so in every launch, and again whenever one device function calls another. It also repeats every
+    sum and product of integers in 64 bits, to compare, and looks at the comparison under ``debug`` alone. And most of
+    what is left it spends on making the type of every tensor, and a block of every number that an operator meets, anew;
+    they are remembered here.
     """
     if os.environ.get("TRITON_INTERPRET") != "1":
         yield
         return
+    from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
 
     builder, language = interpreter.interpreter_builder, (interpreter.tl, interpreter.tl.core)
-    patch, launch, patched = interpreter._patch_lang, interpreter.GridExecutor.__call__, set[Any]()
+    patch, scopes, patched = interpreter._patch_lang, list[Any](), set[Any]()
 
     @cache
     def modules_of(function: Any) -> set[Any]:
         return {value for value in function.__globals__.values() if ismodule(value) and value in language}
 
     def patch_what_is_left(function: Any) -> Any:
-        if modules_of(function) <= patched:
-            return None  # only a launch reads the answer, and patches first
-        patched.update(modules_of(function))
-        return patch(function)
+        if not modules_of(function) <= patched:
+            patched.update(modules_of(function))
+            scopes.append(patch(function))
+        return SimpleNamespace(restore=lambda: None)
 
-    def launch_unpatched(self: Any, *arguments: Any, **options: Any) -> None:
-        patched.clear()
-        launch(self, *arguments, **options)
+    def patch_attribute(owner: Any, name: str, member: Any, _: Any, scope: Any) -> None:
+        function, semantic = getattr(member, "__wrapped__", member), interpreter.interpreter_semantic
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            options["_semantic"] = semantic
+            return function(*arguments, **options)
+
+        scope.set_attr(owner, name, call)
 
     tl, find_dtype = interpreter.tl, interpreter._get_np_dtype
-    make_type, make_tensor = tl.block_type.__init__, tl.tensor.__init__
-    types, shapes, dtypes = dict[Any, Any](), dict[Any, Any](), dict[str, Any]()
+    make_tensor, types, shapes, dtypes = tl.tensor.__init__, dict[Any, Any](), dict[str, Any](), dict[str, Any]()
 
-    def remembered_type(self: Any, element_ty: Any, shape: Any) -> None:
-        key = (element_ty.name, *(getattr(size, "value", size) for size in shape))
-        if element_ty.is_ptr():  # the name does not tell pointers apart
-            make_type(self, element_ty, shape)
-        elif key in types:
-            self.__dict__.update(types[key])
-        else:
-            make_type(self, element_ty, shape)
-            types[key] = dict(self.__dict__)
+    def block_of(element: Any, shape: Any) -> Any:
+        key = (element.name, *shape)
+        if element.is_ptr() or key not in types:  # the name does not tell pointers apart
+            types[key] = tl.block_type(element, shape)
+        return types[key]
 
     def tensor_of_remembered_shape(self: Any, handle: Any, type: Any) -> None:
-        key = (*type.shape,) if type.is_block() else ()
-        if key in shapes:
+        if type.name in shapes:
             self.handle, self.type, self.dtype = handle, type, type.scalar
-            self.shape, self.numel = shapes[key]
+            self.shape, self.numel = shapes[type.name]
         else:
             make_tensor(self, handle, type)
-            shapes[key] = self.shape, self.numel
+            shapes[type.name] = self.shape, self.numel
+
+    operands, constants = TritonSemantic.binary_op_type_checking_impl, dict[Any, Any]()
+
+    def remembered_operands(self: Any, left: Any, right: Any, *flags: bool, **options: bool) -> Any:
+        behind = isinstance(right, float | int)
+        number, tensor = (right, left) if behind else (left, right)
+        if not isinstance(tensor, tl.tensor):
+            return operands(self, left, right, *flags, **options)
+        if isinstance(number, tl.tensor):
+            same = left.type is right.type or left.type == right.type
+            if same and not left.dtype.is_ptr() and not options.get("div_or_mod"):
+                return left, right
+            return operands(self, left, right, *flags, **options)
+        key = (type(number), number, tensor.type.name, behind, flags, *options.items())
+        if key not in constants:
+            pair = operands(self, left, right, *flags, **options)
+            if pair[not behind] is not tensor:
+                return pair
+            pair[behind].handle.data.flags.writeable = False
+            constants[key] = pair[behind]
+        return (tensor, constants[key]) if behind else (constants[key], tensor)
+
+    broadcast = TritonSemantic.broadcast_impl_value
+
+    def broadcast_if_needed(self: Any, left: Any, right: Any) -> Any:
+        equal = [*left.shape] == [*right.shape]
+        return (left, right) if equal else broadcast(self, left, right)
 
     def remembered_dtype(kind: Any) -> Any:
         name = kind.scalar.name
@@ -76,13 +105,18 @@ def quick_interpreter() -> Iterator[None]:
         return dtypes[name]
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(tl.block_type, "__init__", remembered_type)
+        monkeypatch.setattr(TritonSemantic, "binary_op_type_checking_impl", remembered_operands)
+        monkeypatch.setattr(TritonSemantic, "broadcast_impl_value", broadcast_if_needed)
+        monkeypatch.setattr(tl.block_type, "with_element_ty", lambda self, element: block_of(element, self.shape))
+        monkeypatch.setattr(interpreter.InterpreterBuilder, "get_block_ty", lambda self, *parts: block_of(*parts))
         monkeypatch.setattr(tl.tensor, "__init__", tensor_of_remembered_shape)
         monkeypatch.setattr(interpreter, "_get_np_dtype", remembered_dtype)
         monkeypatch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
         monkeypatch.setattr(interpreter, "_patch_lang", patch_what_is_left)
-        monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch_unpatched)
+        monkeypatch.setattr(interpreter, "_patch_attr", patch_attribute)
         yield
+        for scope in reversed(scopes):
+            scope.restore()
 
 
 @pytest.fixture
