@@ -83,7 +83,7 @@ def quick_interpreter() -> Iterator[None]:
             if same and not left.dtype.is_ptr() and not options.get("div_or_mod"):
                 return left, right
             return operands(self, left, right, *flags, **options)
-        key = (type(number), number, tensor.type.name, behind, flags, *options.items())
+        key = (repr(number), tensor.type.name, behind, flags, *options.items())  # 0.0 equals -0.0 and False
         if key not in constants:
             pair = operands(self, left, right, *flags, **options)
             if pair[not behind] is not tensor:
