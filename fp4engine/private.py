@@ -4,8 +4,9 @@ Of Triton only documented names are used.
 """
 
 import logging
+import sys
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -112,7 +113,16 @@ def set_local_tensor(distributed: Any, part: Tensor) -> None:
     distributed._local_tensor = part
 
 
-def register_value(kind: type) -> None:
+if TYPE_CHECKING:
+
+    class Value:
+        """The base of classes that :func:`register_value` is for: some versions of PyTorch take no others."""
+
+else:
+    Value = getattr(sys.modules.get("torch._opaque_base"), "OpaqueBase", object)
+
+
+def register_value(kind: type[Value]) -> None:
     """Let operators take what is equal by value, of the class ``kind``, as an argument that a graph holds.
 
     Where this PyTorch has no such arguments, a graph ends before the operator.

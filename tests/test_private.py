@@ -1,6 +1,7 @@
 """Layers run, eagerly and compiled, where PyTorch lacks any of the private names that the package uses."""
 
 import ast
+import importlib.util
 import os
 import subprocess
 import sys
@@ -92,9 +93,18 @@ def test_classes_are_left_alone_where_operators_take_no_values(monkeypatch):
     from fp4engine import private
 
     monkeypatch.delattr(opaque_object, "register_opaque_type")
-    kind = type("Value", (), {})
+    kind = type("Kind", (private.Value,), {})
     private.register_value(kind)
     assert not opaque_object.is_opaque_value_type(kind)
+
+
+def test_values_need_no_base_class_where_pytorch_has_none(monkeypatch):
+    from fp4engine import private
+
+    monkeypatch.delitem(sys.modules, "torch._opaque_base")
+    again = importlib.util.module_from_spec(private.__spec__)
+    private.__spec__.loader.exec_module(again)
+    assert again.Value is object
 
 
 DOCUMENTED = ("torch._foreach_", "torch._subclasses.fake_tensor", "torch.__version__", "triton.__version__")

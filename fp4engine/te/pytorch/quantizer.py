@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fp4engine.arguments import shown
 from fp4engine.ops.rng import follows_torch
-from fp4engine.private import register_value
+from fp4engine.private import Value, register_value
 from fp4engine.quantizers.base import Quantizer as FrozenQuantizer
 from fp4engine.te.pytorch.base_storage import QuantizedTensorStorage
 from fp4engine.te.pytorch.constants import DType
@@ -21,7 +21,7 @@ from fp4engine.tensor import Operand
 from fp4engine.tensor import QuantizedTensor as Operands
 
 
-class Quantizer:
+class Quantizer(Value):
     """Builds quantized tensors.
 
     Quantizers of one class and equal settings are equal, unless they hold tensors of their own, and ``torch.compile``
