@@ -131,11 +131,13 @@ class LinearFunction(torch.autograd.Function):
         refuse_second_derivative()
         call: Call = ctx.call
         needs, main_grad = Needs(call.needs_dgrad, call.needs_wgrad, ctx.needs_input_grad[2]), call.main_grad
-        if main_grad is not None and needs.wgrad:
-            needs = needs._replace(wgrad=main_grad.is_asked_for(ctx, 1))
+        grad_output = as_matrix(grad_outputs[0])
+        if main_grad is not None and needs.wgrad and not main_grad.is_asked_for(ctx, 1):
+            needs = needs._replace(wgrad=False)
+            if call.plan.draws_in_backward and not needs.dgrad:  # as a layer does that has no main_grad
+                call.eager(grad_output.device).draw("backward", grad_output)
         tensors = ctx.saved_tensors  # to be asked for once: a checkpoint may recompute them for it
         kept, rest = tensors[: ctx.count], tensors[ctx.count :]
-        grad_output = as_matrix(grad_outputs[0])
         if main_grad is not None and needs.wgrad and main_grad.later is None:
             main_grad.begin()
         made = _backward(call, ctx.layout, grad_output, kept, needs, ctx.cols, ctx.dtypes)
