@@ -8,6 +8,7 @@ import threading
 from collections.abc import Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from itertools import product
 from typing import Literal, get_args
 
 from fp4engine.arguments import require_one_of, shown
@@ -134,7 +135,7 @@ def resolve(spec: CastSpec | str, words: Words) -> tuple[CastSpec, Words]:
     if words.scale is not None and spec not in MX:
         raise ValueError(f"scale is for formats whose block scales are powers of two, {_list(MX)}; got {spec!r}")
     words = words.over(_thread.scope.words)
-    return _named(spec, words.round or "even", words.scale or "floor"), words
+    return _MADE[spec, words.round or "even", words.scale or "floor"], words
 
 
 def _list(names: Iterable[str]) -> str:
@@ -144,3 +145,7 @@ def _list(names: Iterable[str]) -> str:
 def _named(name: str, round: Round, scale: Scale) -> CastSpec:
     spec = NAMED[name].replace(rounding=RoundingMode(round))
     return spec.replace(scale_rule=ScaleRule(scale)) if name in MX else spec
+
+
+_MADE = {words: _named(*words) for words in product(NAMED, get_args(Round), get_args(Scale))}
+"""All of them, since not every version of ``torch.compile`` makes a CastSpec."""
