@@ -1,4 +1,4 @@
-"""What scripts take from ``transformer_engine_torch`` beside TransformerEngine: element formats and casts."""
+"""What scripts take from ``transformer_engine_torch``: element formats, casts, and norms and scales of many tensors."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,6 +7,12 @@ import torch
 from torch import Tensor
 
 from fp4engine.te.pytorch.constants import DType, FP8BwdTensorIdx, FP8FwdTensorIdx, TE_DType_To_Torch
+from fp4engine.te.pytorch.multi_tensor import (
+    multi_tensor_l2norm,
+    multi_tensor_scale,
+    multi_tensor_scale_tensor,
+    multi_tensor_unscale_l2norm,
+)
 from fp4engine.te.pytorch.quantized_tensor import QuantizedTensor, Quantizer
 from fp4engine.te.pytorch.state_manager import fused_amax_and_scale_update_after_reduction
 
@@ -16,6 +22,10 @@ __all__ = [
     "FP8FwdTensors",
     "dequantize",
     "fused_amax_and_scale_update_after_reduction",
+    "multi_tensor_l2norm",
+    "multi_tensor_scale",
+    "multi_tensor_scale_tensor",
+    "multi_tensor_unscale_l2norm",
     "quantize",
     "split_quantize",
 ]

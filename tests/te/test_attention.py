@@ -139,6 +139,8 @@ def test_rotary_embedding_by_layout() -> None:
     sbhd = apply_rotary_pos_emb(x, angles)
     assert torch.allclose(sbhd.norm(dim=-1), x.norm(dim=-1), atol=1e-5) and torch.equal(sbhd[0], x[0])
     assert torch.equal(apply_rotary_pos_emb(x.transpose(0, 1), angles, "bshd"), sbhd.transpose(0, 1))
+    views = (apply_rotary_pos_emb(x.transpose(0, 1), angles, layout) for layout in ("sbhd", "bshd"))
+    assert sbhd.is_contiguous() and all(turned.is_contiguous() for turned in views)
     later = apply_rotary_pos_emb(x, angles, start_positions=torch.tensor([0, 3]))
     assert torch.equal(later[:, 0], sbhd[:, 0])
     assert torch.allclose(later[:, 1:], apply_rotary_pos_emb(x[:, 1:], RotaryPositionEmbedding(SIZE)(5, 3)), atol=1e-5)

@@ -65,6 +65,8 @@ def test_casts_of_the_extension() -> None:
     assert tex.quantize(2 * x, quantizer, whole, torch.ones(1)) is whole
     parts = tex.split_quantize(x, [16, 0, 32], [quantizer] * 3)
     assert torch.equal(torch.cat([part.dequantize() for part in parts]), quantizer(x).dequantize())
+    norm, _ = tex.multi_tensor_l2norm(2048, torch.zeros(1, dtype=torch.int32), [[torch.full((4,), 3.0)]])
+    assert norm == 6
     with pytest.raises(AttributeError, match="transformer_engine_torch has no 'rmsnorm_fwd' here"):
         tex.rmsnorm_fwd  # noqa: B018 - the name is looked up
 

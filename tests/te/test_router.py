@@ -11,6 +11,7 @@ from fp4engine.te.pytorch.distributed import (
     is_fp8_activation_recompute_enabled,
 )
 from fp4engine.te.pytorch.router import (
+    RoutingMapFormat,
     fused_compute_score_for_moe_aux_loss,
     fused_moe_aux_loss,
     fused_topk_with_score_function,
@@ -133,6 +134,10 @@ def test_fewer_experts_than_groups_are_refused() -> None:
             fused_topk_with_score_function(logits, 1, False, None, None, None, "sigmoid", None, **unused)
     with pytest.raises(ValueError, match="got score_function='softmax'"):
         fused_topk_with_score_function(logits, 1, False, None, None, None, "softmax", torch.zeros(4))
+    _, plain = fused_compute_score_for_moe_aux_loss(logits, 2, "softmax")
+    assert torch.equal(fused_compute_score_for_moe_aux_loss(logits, 2, "softmax", RoutingMapFormat.BYTEMAP)[1], plain)
+    with pytest.raises(NotImplementedError, match="BITMAP_U8"):
+        fused_compute_score_for_moe_aux_loss(logits, 2, "softmax", RoutingMapFormat.BITMAP_U8)
 
 
 def test_a_scaling_factor_of_zero_is_one() -> None:

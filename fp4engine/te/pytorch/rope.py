@@ -63,7 +63,7 @@ def apply_rotary_pos_emb(
     cp_size: int = 1,
     cp_rank: int = 0,
 ) -> Tensor:
-    """Rotate the first R of D components of ``t`` [S, B, H, D], [B, S, H, D] or [N, H, D].
+    """Rotate the first R of D components of ``t`` [S, B, H, D], [B, S, H, D] or [N, H, D]; what comes is contiguous.
 
     Args:
         freqs: angles [S or more, 1, 1, R].
@@ -104,7 +104,7 @@ def apply_rotary_pos_emb(
     if start_positions is None and cp_size == 1:
         order = (0, 2, 1, 3) if tensor_format == "bshd" else (1, 2, 0, 3)
         back = (0, 2, 1, 3) if tensor_format == "bshd" else (2, 0, 1, 3)
-        return rotate(t.permute(order), freqs, interleaved, dtype).permute(back)
+        return rotate(t.permute(order), freqs, interleaved, dtype).permute(back).contiguous()
     axis = 0 if tensor_format == "bshd" else 1
     starts = [0] * t.shape[axis] if start_positions is None else start_positions.tolist()
     parts = t.unbind(axis)

@@ -3,6 +3,7 @@
 Legend: T tokens, E experts, k experts per token. Scores, probabilities and losses are computed in FP32.
 """
 
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -12,6 +13,13 @@ from torch import Tensor
 from fp4engine.arguments import require_integer, require_one_of
 
 SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
+
+
+class RoutingMapFormat(IntEnum):
+    """How the chosen experts are told, of which only ``BYTEMAP``, bool [T, E], is here."""
+
+    BYTEMAP = 0
+    BITMAP_U8 = 1
 
 
 def fused_topk_with_score_function(
