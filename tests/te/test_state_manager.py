@@ -8,7 +8,7 @@ import torch
 import fp4engine
 from fp4engine import state
 from fp4engine.te.common.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
-from fp4engine.te.pytorch import Linear, autocast, quantized_model_init
+from fp4engine.te.pytorch import Linear, autocast, fp8_autocast, quantized_model_init
 from fp4engine.te.pytorch.quantization import FP8GlobalStateManager as Manager
 
 OUTSIDE = (False, False, None, None, False, False)
@@ -60,6 +60,8 @@ def test_a_region_by_hand_is_one_by_with() -> None:
     Manager.fp8_autocast_enter(True, fp8_recipe=NVFP4BlockScaling(), _graph=True)
     assert Manager.fp8_graph_capturing() and Manager.get_fp8_autocast_state()[-1]
     Manager.fp8_autocast_exit(True, True)
+    with fp8_autocast(True, fp8_recipe=NVFP4BlockScaling(), _graph=True):
+        assert Manager.fp8_graph_capturing()
     with pytest.raises(RuntimeError, match="none is open here"):
         Manager.autocast_exit(True, False)
 

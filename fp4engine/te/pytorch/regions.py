@@ -137,7 +137,7 @@ def fp8_autocast(
     _graph: bool = False,
 ) -> autocast:
     """TransformerEngine's older spelling of :class:`autocast`."""
-    return autocast(enabled, calibrating, fp8_recipe, fp8_group)
+    return autocast(enabled, calibrating, fp8_recipe, fp8_group, _graph)
 
 
 def quantized_model_init(
