@@ -38,6 +38,11 @@ __all__ = [
 ]
 
 
+def _asked(name: str) -> "classmethod[Recipe, [], bool]":
+    """The question ``name`` to a recipe's class, which the class of the frozen recipe answers."""
+    return classmethod(lambda cls: getattr(cls.frozen_class, name)())
+
+
 class Recipe:
     """What may be assigned to, and the frozen recipe that it comes to.
 
@@ -110,33 +115,13 @@ class Recipe:
     def __repr__(self) -> str:
         return repr(self.frozen)
 
-    @classmethod
-    def nvfp4(cls) -> bool:
-        return cls.frozen_class.nvfp4()
-
-    @classmethod
-    def mxfp8(cls) -> bool:
-        return cls.frozen_class.mxfp8()
-
-    @classmethod
-    def delayed(cls) -> bool:
-        return cls.frozen_class.delayed()
-
-    @classmethod
-    def float8_current_scaling(cls) -> bool:
-        return cls.frozen_class.float8_current_scaling()
-
-    @classmethod
-    def float8_per_tensor_scaling(cls) -> bool:
-        return cls.frozen_class.float8_per_tensor_scaling()
-
-    @classmethod
-    def float8_block_scaling(cls) -> bool:
-        return cls.frozen_class.float8_block_scaling()
-
-    @classmethod
-    def custom(cls) -> bool:
-        return cls.frozen_class.custom()
+    nvfp4 = _asked("nvfp4")
+    mxfp8 = _asked("mxfp8")
+    delayed = _asked("delayed")
+    float8_current_scaling = _asked("float8_current_scaling")
+    float8_per_tensor_scaling = _asked("float8_per_tensor_scaling")
+    float8_block_scaling = _asked("float8_block_scaling")
+    custom = _asked("custom")
 
 
 @dataclass(frozen=True)

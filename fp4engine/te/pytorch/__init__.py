@@ -3,7 +3,7 @@
 from typing import Any
 
 from fp4engine.te import common
-from fp4engine.te.pytorch import base, optimizers
+from fp4engine.te.pytorch import base, optimizers, tensor
 from fp4engine.te.pytorch.attention import (
     DotProductAttention,
     InferenceParams,
@@ -49,35 +49,8 @@ from fp4engine.te.pytorch.quantization import (
     is_nvfp4_available,
     quantized_model_init,
 )
-from fp4engine.te.pytorch.quantized_tensor import (
-    QuantizedTensor,
-    QuantizedTensorStorage,
-    Quantizer,
-    prepare_for_saving,
-    restore_from_func_ctx,
-    restore_from_saved,
-)
-from fp4engine.te.pytorch.tensor import (
-    Float8BlockQuantizer,
-    Float8BlockwiseQTensor,
-    Float8BlockwiseQTensorStorage,
-    Float8CurrentScalingQuantizer,
-    Float8Quantizer,
-    Float8Tensor,
-    Float8TensorStorage,
-    HybridQuantizedTensor,
-    HybridQuantizedTensorStorage,
-    HybridQuantizer,
-    IdentityQuantizer,
-    IdentityTensor,
-    IdentityTensorStorage,
-    MXFP8Quantizer,
-    MXFP8Tensor,
-    MXFP8TensorStorage,
-    NVFP4Quantizer,
-    NVFP4Tensor,
-    NVFP4TensorStorage,
-)
+from fp4engine.te.pytorch.quantized_tensor import prepare_for_saving, restore_from_func_ctx, restore_from_saved
+from fp4engine.te.pytorch.tensor import *  # noqa: F403 - what its __all__ says
 from fp4engine.te.pytorch.transformer import TransformerLayer
 from fp4engine.te.pytorch.utils import (
     deinterleave_glu_tensor,
@@ -111,37 +84,15 @@ __all__ = [
     "DType",
     "DelayedScalingRequest",
     "DotProductAttention",
-    "Float8BlockQuantizer",
-    "Float8BlockwiseQTensor",
-    "Float8BlockwiseQTensorStorage",
-    "Float8CurrentScalingQuantizer",
-    "Float8Quantizer",
-    "Float8Tensor",
-    "Float8TensorStorage",
     "Fp8Padding",
     "Fp8Unpadding",
     "GroupedLinear",
-    "HybridQuantizedTensor",
-    "HybridQuantizedTensorStorage",
-    "HybridQuantizer",
-    "IdentityQuantizer",
-    "IdentityTensor",
-    "IdentityTensorStorage",
     "InferenceParams",
     "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
-    "MXFP8Quantizer",
-    "MXFP8Tensor",
-    "MXFP8TensorStorage",
     "MultiheadAttention",
-    "NVFP4Quantizer",
-    "NVFP4Tensor",
-    "NVFP4TensorStorage",
-    "QuantizedTensor",
-    "QuantizedTensorStorage",
-    "Quantizer",
     "QuantizerRequest",
     "QuantizerRole",
     "RMSNorm",
@@ -179,3 +130,4 @@ __all__ = [
     "restore_from_func_ctx",
     "restore_from_saved",
 ]
+__all__ += tensor.__all__

@@ -41,7 +41,26 @@ SINGLE_PARAMETER = "NVTE_GROUPED_LINEAR_SINGLE_PARAM"
 """TransformerEngine's flag, without which ``single_grouped_weight`` and ``single_grouped_bias`` do nothing."""
 
 
-class Linear(TransformerEngineBaseModule, SplitLinear):
+class _OneProduct(TransformerEngineBaseModule):
+    """What :class:`Linear` and :class:`LayerNormLinear` have in common."""
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        inp: Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool | None = False,
+        fp8_grad: bool | None = False,
+    ) -> Any:
+        """[..., in_features] -> [..., out_features], or a tuple ``(y[, bias][, normalised input])``.
+
+        Raises:
+            NotImplementedError: a quantized output or gradient is asked for.
+        """
+        refuse_fp8_tensors(type(self).__name__, fp8_output, fp8_grad)
+        return self._returned(self._run(super().forward, inp, is_first_microbatch))
+
+
+class Linear(_OneProduct, SplitLinear):  # pyright: ignore[reportIncompatibleMethodOverride]
     """``y = x W^T + b``; arguments of ``transformer_engine.pytorch.Linear``, in its order.
 
     Args:
@@ -65,23 +84,8 @@ class Linear(TransformerEngineBaseModule, SplitLinear):
         ub_overlap_rs=False, ub_overlap_rs_dgrad=False, ub_bulk_dgrad=False, ub_bulk_wgrad=False, ub_name=None,
         delay_wgrad_compute=False, symmetric_ar_type=None, save_original_input=False, name=None, *, recipe=None"""
 
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self,
-        inp: Tensor,
-        is_first_microbatch: bool | None = None,
-        fp8_output: bool | None = False,
-        fp8_grad: bool | None = False,
-    ) -> Any:
-        """[..., in_features] -> [..., out_features], with the bias beside it if that is returned.
 
-        Raises:
-            NotImplementedError: a quantized output or gradient is asked for.
-        """
-        refuse_fp8_tensors("Linear", fp8_output, fp8_grad)
-        return self._returned(self._run(super().forward, inp, is_first_microbatch))
-
-
-class LayerNormLinear(TransformerEngineBaseModule, modules.LayerNormLinear):
+class LayerNormLinear(_OneProduct, modules.LayerNormLinear):
     """A norm and a linear transformation; arguments of ``transformer_engine.pytorch.LayerNormLinear``, in its order.
 
     Args:
@@ -97,21 +101,6 @@ class LayerNormLinear(TransformerEngineBaseModule, modules.LayerNormLinear):
         return_layernorm_output_gathered=False, parameters_split=None, zero_centered_gamma=False, device=None,
         ub_overlap_ag=False, ub_overlap_rs=False, ub_overlap_rs_dgrad=False, ub_bulk_wgrad=False, ub_bulk_dgrad=False,
         ub_name=None, delay_wgrad_compute=False, symmetric_ar_type=None, name=None, *, recipe=None"""
-
-    def forward(
-        self,
-        inp: Tensor,
-        is_first_microbatch: bool | None = None,
-        fp8_output: bool | None = False,
-        fp8_grad: bool | None = False,
-    ) -> Any:
-        """[..., in_features] -> [..., out_features], or a tuple ``(y[, bias][, normalised input])``.
-
-        Raises:
-            NotImplementedError: a quantized output or gradient is asked for.
-        """
-        refuse_fp8_tensors("LayerNormLinear", fp8_output, fp8_grad)
-        return self._returned(self._run(super().forward, inp, is_first_microbatch))
 
     def reset_layer_norm_parameters(self) -> None:
         """Reset gamma and beta, so that the norm scales by 1 and adds 0."""

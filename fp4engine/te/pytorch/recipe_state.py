@@ -94,15 +94,8 @@ class RecipeState:
         self.frozen: Any = as_frozen(recipe)
 
     @staticmethod
-    def create(
-        recipe: AnyRecipe,
-        *,
-        mode: str,
-        num_quantizers: int = 1,
-        device: torch.device | None = None,
-        roles: "list[QuantizerRole | None] | None" = None,
-    ) -> "RecipeState":
-        """The state of ``recipe``'s own kind.
+    def create(recipe: AnyRecipe, **arguments: Any) -> "RecipeState":
+        """The state of ``recipe``'s own kind, by the arguments of its constructor.
 
         Raises:
             ValueError: TransformerEngine has no such recipe; ``fp4engine.make_quantizer`` answers for every one.
@@ -110,7 +103,7 @@ class RecipeState:
         as_frozen(recipe)
         for name, cls in _STATES.items():
             if getattr(recipe, name)():
-                return cls(recipe, mode=mode, num_quantizers=num_quantizers, device=device, roles=roles)
+                return cls(recipe, **arguments)
         raise ValueError(f"recipe must be one of {', '.join(_STATES)}, got {recipe!r}; see fp4engine.make_quantizer")
 
     def inherit_state_from(self, other: "RecipeState") -> bool:

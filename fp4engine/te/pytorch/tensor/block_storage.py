@@ -20,6 +20,7 @@ class BlockStorage(QuantizedTensorStorage):
     """Codes and block scales of either side."""
 
     _TENSORS = ("_rowwise_data", "_columnwise_data", "_rowwise_scale_inv", "_columnwise_scale_inv")
+    _PLACES = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
     _SIDES: ClassVar[dict[str, tuple[str, ...]]] = {side: (f"_{side}_data", f"_{side}_scale_inv") for side in SIDES}
     _rowwise_data: Tensor | None
     _columnwise_data: Tensor | None

@@ -32,15 +32,7 @@ class Float8BlockwiseQTensorStorage(BlockStorage):
     """
 
     _WORDS: ClassVar[dict[str, Any]] = {"_fp8_dtype": DType.kFloat8E4M3, "_is_2D_scaled": True}
-    _PLACES = (
-        "rowwise_data",
-        "rowwise_scale_inv",
-        "columnwise_data",
-        "columnwise_scale_inv",
-        "fp8_dtype",
-        "quantizer",
-        "is_2D_scaled",
-    )
+    _PLACES = (*BlockStorage._PLACES, "fp8_dtype", "quantizer", "is_2D_scaled")
     _fp8_dtype: DType
     _is_2D_scaled: bool
     _scale_dtype = torch.float32

@@ -95,12 +95,14 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
             if is_wanted is False:
                 setattr(self, f"_{side}_storage", None)
 
+    def _with_sides(self, change: Callable[[Any], Any]) -> dict[str, Any]:
+        """Metadata with both sides changed."""
+        sides = {f"{side}_storage": getattr(self, f"_{side}_storage") for side in self._SIDES}
+        changed = {name: None if part is None else change(part) for name, part in sides.items()}
+        return {**self.get_metadata(), **changed}
+
     def _with_tensors(self, change: Callable[[Any], Any]) -> dict[str, Any]:
-        metadata = self.get_metadata()
-        for side in self._SIDES:
-            part = metadata[f"{side}_storage"]
-            metadata[f"{side}_storage"] = None if part is None else part._like(change)
-        return metadata
+        return self._with_sides(lambda part: part._like(change))
 
     def _form(self) -> Any:
         return [None if part is None else part._form() for part in (self._rowwise_storage, self._columnwise_storage)]
@@ -142,11 +144,7 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         return tuple(tensor for part in parts for tensor in (part if isinstance(part, tuple) else (part,)))
 
     def _viewed(self, shape: torch.Size) -> dict[str, Any]:
-        metadata = self.get_metadata()
-        for side in self._SIDES:
-            part = metadata[f"{side}_storage"]
-            metadata[f"{side}_storage"] = None if part is None else part.view(shape)
-        return metadata
+        return self._with_sides(lambda part: part.view(shape))
 
     def __tensor_flatten__(self) -> Any:
         raise RuntimeError(f"torch.compile does not take a {type(self).__name__}, whose sides are tensors in tensors")

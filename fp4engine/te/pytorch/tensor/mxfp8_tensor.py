@@ -27,15 +27,7 @@ class MXFP8TensorStorage(BlockStorage):
     """
 
     _WORDS: ClassVar[dict[str, Any]] = {"_fp8_dtype": DType.kFloat8E4M3, "_with_gemm_swizzled_scales": False}
-    _PLACES = (
-        "rowwise_data",
-        "rowwise_scale_inv",
-        "columnwise_data",
-        "columnwise_scale_inv",
-        "fp8_dtype",
-        "quantizer",
-        "with_gemm_swizzled_scales",
-    )
+    _PLACES = (*BlockStorage._PLACES, "fp8_dtype", "quantizer", "with_gemm_swizzled_scales")
     _fp8_dtype: DType
 
     @classmethod

@@ -40,16 +40,8 @@ class NVFP4TensorStorage(BlockStorage):
         "_nvfp4_e4m3_max": 448,
     }
     _PLACES = (
-        "rowwise_data",
-        "rowwise_scale_inv",
-        "columnwise_data",
-        "columnwise_scale_inv",
-        "amax_rowwise",
-        "amax_columnwise",
-        "fp4_dtype",
-        "quantizer",
-        "with_gemm_swizzled_scales",
-    )
+        *BlockStorage._PLACES, "amax_rowwise", "amax_columnwise", "fp4_dtype", "quantizer", "with_gemm_swizzled_scales",
+    )  # fmt: skip
     _SIDES: ClassVar[dict[str, tuple[str, ...]]] = {
         side: (*names, f"_amax_{side}") for side, names in BlockStorage._SIDES.items()
     }
