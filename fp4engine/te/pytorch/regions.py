@@ -149,6 +149,10 @@ def quantized_model_init(
     return _ModelInit(bool(enabled), chosen, preserve_high_precision_init_val)
 
 
+fp8_model_init = quantized_model_init
+"""TransformerEngine's older spelling."""
+
+
 class _ModelInit(AbstractContextManager[None]):
     def __init__(self, enabled: bool, recipe: FrozenRecipe, preserve: bool) -> None:
         self._enabled, self._recipe, self._preserve = enabled, recipe, preserve
@@ -164,13 +168,6 @@ class _ModelInit(AbstractContextManager[None]):
     def __exit__(self, *details: Any) -> None:
         thread.stores_by, thread.keeps_init_val = self._outer
         self._region.__exit__(*details)
-
-
-def fp8_model_init(
-    enabled: bool = True, recipe: AnyRecipe | None = None, preserve_high_precision_init_val: bool = False
-) -> AbstractContextManager[None]:
-    """TransformerEngine's older spelling of :func:`quantized_model_init`."""
-    return quantized_model_init(enabled, recipe, preserve_high_precision_init_val)
 
 
 def put_in_force(enabled: bool, calibrating: bool, recipe: AnyRecipe | None, group: Any, is_captured: bool) -> None:

@@ -84,9 +84,7 @@ def quantize_master_weights(
             _write(part, of_part)
 
 
-def cast_master_weights_to_fp8(*arguments: Any, **others: Any) -> None:
-    """The older name of :func:`quantize_master_weights`."""
-    quantize_master_weights(*arguments, **others)
+cast_master_weights_to_fp8 = quantize_master_weights  # the older name
 
 
 def _parts(weight: Any, master: Tensor | None, start: int | None, target: Any) -> list[_Part]:
