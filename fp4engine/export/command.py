@@ -52,9 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--keep-high-precision",
         nargs="*",
-        default=["lm_head"],
+        default=None,
         metavar="PATTERN",
-        help="modules to write in high precision (default: lm_head)",
+        help="modules to write in high precision (default: the head, such as lm_head)",
     )
     parser.add_argument("--no-shared-scales", action="store_true", help="give q/k/v and gate/up a scale each")
     parser.add_argument(
@@ -112,7 +112,7 @@ def main(args: argparse.Namespace) -> int:
         recipe = recipe_from_argument(args.recipe)
         weights = TensorFolder(args.source)
         model = _empty_model(args.source, len(weights))
-        convert(model, recipe, keep_high_precision=args.keep_high_precision)
+        convert(model, recipe, keep_high_precision=_kept(model, args.keep_high_precision))
         report = export_checkpoint(
             model,
             args.directory,
@@ -145,7 +145,9 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
         help="a JSON file of a list of lists of token ids, or a text, which the trained model's tokenizer reads",
     )
     parser.add_argument("--recipe", default="nvfp4", help="what trained: a name or a JSON file, as in fp4engine export")
-    parser.add_argument("--keep-high-precision", nargs="*", default=["lm_head"], metavar="PATTERN")
+    parser.add_argument(
+        "--keep-high-precision", nargs="*", default=None, metavar="PATTERN", help="as in fp4engine export"
+    )
     parser.add_argument("--weights-only", action="store_true", help="leave inputs in high precision on both sides")
     parser.add_argument("--length", type=int, default=512, help="tokens of a sequence (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=4, help="sequences at a time (default: %(default)s)")
@@ -163,11 +165,17 @@ def compare(args: argparse.Namespace) -> int:
     """
     for name in ("length", "batch", "sequences"):
         require_integer(f"--{name}", getattr(args, name), 1)
-    recipe, kind = recipe_from_argument(args.recipe), type(_empty_model(args.trained, len(TensorFolder(args.trained))))
+    recipe, empty = recipe_from_argument(args.recipe), _empty_model(args.trained, len(TensorFolder(args.trained)))
+    kind, is_encoder_decoder = type(empty), empty.config.is_encoder_decoder
+    if kind.main_input_name != "input_ids" or is_encoder_decoder:
+        raise ValueError(
+            f"compare-served runs models on tokens alone, and a {kind.__name__} takes more: call "
+            "fp4engine.export.compare_served with batches of its inputs"
+        )
     rows = _tokens(args)
     with quiet():
         model: Any = kind.from_pretrained(args.trained, dtype="auto", use_safetensors=True).eval()
-    convert(model, recipe, keep_high_precision=args.keep_high_precision)
+    convert(model, recipe, keep_high_precision=_kept(model, args.keep_high_precision))
     largest = model.config.get_text_config().vocab_size
     if bad := next((token for row in rows for token in row if not 0 <= token < largest), None):
         raise ValueError(f"--data must hold token ids from 0 to {largest - 1}, got {bad}")
@@ -176,6 +184,14 @@ def compare(args: argparse.Namespace) -> int:
     found = compare_served(model, args.exported, batches, recipe, inputs=not args.weights_only)
     print(found)
     return int(args.max_kl is not None and not found.kl_max <= args.max_kl)
+
+
+def _kept(model: Any, patterns: list[str] | None) -> list[str]:
+    """What stays in high precision: ``patterns``, or the model's head where none are given."""
+    if patterns is not None:
+        return patterns
+    head = model.get_output_embeddings()
+    return [name for name, module in model.named_modules() if module is head and isinstance(module, torch.nn.Linear)]
 
 
 def _tokens(args: argparse.Namespace) -> list[list[int]]:

@@ -151,9 +151,15 @@ def read_by_transformers(checkpoint: ServedCheckpoint, model: nn.Module, sample:
         return Reading(versions, NOT_RUN, f"a {kind.__name__} is no model of transformers")
     try:
         with quiet():
-            loaded, info = kind.from_pretrained(checkpoint.tensors.directory, output_loading_info=True)
+            # Of shapes that differ, its error says that a report has them; with this, `info` has.
+            folder, settings = checkpoint.tensors.directory, {"ignore_mismatched_sizes": True}
+            loaded, info = kind.from_pretrained(folder, output_loading_info=True, **settings)
     except Exception as error:  # a reader may raise anything
         return Reading(versions, CANNOT_LOAD, _one_line(error))
+    if odd := sorted(info["mismatched_keys"]):
+        name, stored, own = odd[0]
+        why = f"{name!r} is {list(stored)} in the files and {list(own)} in its model"
+        return Reading(versions, CANNOT_LOAD, f"{why}, and so are {len(odd) - 1} more" if len(odd) > 1 else why)
     if missing := sorted(info["missing_keys"]):
         return Reading(versions, DIFFERS, f"it leaves {len(missing)} tensors at random, such as {missing[0]!r}")
     batch = inputs_for(loaded, sample)

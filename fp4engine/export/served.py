@@ -332,8 +332,10 @@ class _Figures:
         if trained.shape != served.shape:
             raise ValueError(f"logits have shapes {list(trained.shape)} in training and {list(served.shape)} as served")
         wanted, got = (side.double().log_softmax(-1) for side in (trained, served))
-        divergence = (wanted.exp() * (wanted - got)).sum(-1).clamp(min=0)
-        apart = (wanted - got).abs()
+        # max and > pass over a NaN, so it is an infinite difference; -inf on both sides is none.
+        difference = torch.where(wanted == got, 0.0, wanted - got)
+        divergence = (wanted.exp() * difference).sum(-1).clamp(min=0).nan_to_num(nan=torch.inf, posinf=torch.inf)
+        apart = difference.abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
         if float(apart.max()) > self.largest:
             self.largest = float(apart.max())
             index = torch.unravel_index(apart.argmax(), apart.shape)

@@ -178,6 +178,8 @@ class Transformers:
         import torch
         import transformers
 
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
         model = transformers.AutoModelForCausalLM.from_pretrained(directory)
         for module in model.modules():
             module.quantization_enabled = False

@@ -14,7 +14,7 @@ import fp4engine
 from fp4engine.export import ServedCheckpoint, TensorFolder, calibrate, export_checkpoint
 from fp4engine.export.command import add_arguments, main
 from fp4engine.recipe import NVFP4BlockScaling
-from tests.tiny import llama
+from tests.tiny import head, llama, served_architecture
 
 
 def run(*words) -> int:
@@ -62,6 +62,27 @@ def test_the_files_of_a_tokenizer_go_along_whatever_they_are_called(tmp_path, so
     assert run(tmp_path / "trained", tmp_path / "with", "--inputs", "dynamic") == 0
     there = [(tmp_path / name / "vocab.json").exists() for name in ("without", "with")]
     assert there == [False, True]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["bert", "whisper", "gpt2"])
+def test_the_head_is_kept_whatever_it_is_called(tmp_path, name) -> None:
+    model = served_architecture(name)
+    model.save_pretrained(tmp_path / "trained")
+    assert run(tmp_path / "trained", tmp_path / "served", "--inputs", "dynamic", "--force") == 0
+    checkpoint = ServedCheckpoint(tmp_path / "served")
+    assert checkpoint.layers and set(head(model)) <= set(checkpoint.ignored)
+
+
+def test_a_nan_is_refused_in_what_stays_in_high_precision_too(tmp_path, source, capsys) -> None:
+    path = tmp_path / "trained" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.norm.weight"][3] = torch.nan
+    save_file(tensors, path, {"format": "pt"})
+    assert run(tmp_path / "trained", tmp_path / "served", "--inputs", "dynamic") == 2
+    error = capsys.readouterr().err
+    assert "'model.norm.weight' holds a NaN" in error and error.count("\n") == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"trained"}
 
 
 @pytest.mark.parametrize(

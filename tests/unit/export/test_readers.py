@@ -69,6 +69,9 @@ def test_scales_of_inputs_are_read_by_all(tmp_path, form, inputs) -> None:
     report = export_checkpoint(model, tmp_path / "out", form, inputs=amaxes, verify=True)
     verdicts = [reading.verdict for reading in report.readers]
     assert verdicts == (["agrees", "agrees"] if form == "compressed-tensors" else ["cannot load", "agrees"])
+    if form == "modelopt":
+        said = "cannot load: 'model.layers.0.mlp.down_proj.weight' is [32, 32] in the files and [32, 64] in its model"
+        assert f"{said}, and so are 13 more" in str(report.readers[0])
     if inputs == "dynamic":
         assert {layer.input_amax for layer in report.layers} == {2688}
 

@@ -12,7 +12,7 @@ from fp4engine.cli import main
 from fp4engine.export import CheckpointError, calibrate, compare_served, export_checkpoint
 from fp4engine.formats import E2M1, CastSpec, Correction, Outer, RoundingMode, mx
 from fp4engine.recipe import Casts, LinearRecipe, NVFP4BlockScaling, Rule, RuledRecipe, zoo
-from tests.tiny import llama, tokens
+from tests.tiny import llama, served_architecture, tokens
 
 pytest.importorskip("compressed_tensors", reason="needs the extra `export`")
 
@@ -87,6 +87,13 @@ def test_the_figures_are_those_of_distributions_by_hand(model, served) -> None:
     _, sequence, position, token = found.where
     assert float(apart[sequence, position, token]) == pytest.approx(float(apart.max()), rel=1e-4)
     assert found.logits == pytest.approx(0.5, rel=1e-4) and found.same_choice == 1
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_checkpoint_that_computes_a_nan_is_infinitely_far_away(model, served, value) -> None:
+    change(served, "model.norm.weight", lambda weight: torch.full_like(weight, value))
+    found = compare_served(model, served, [tokens()], progress=False)
+    assert found.kl_mean == found.kl_max == found.log_probability == torch.inf and not found.is_exact
 
 
 def test_checkpoints_of_other_models_and_no_data_are_refused(tmp_path, model, served) -> None:
@@ -165,6 +172,10 @@ def test_the_command_says_it_and_exits_by_the_divergence(tmp_path, model, capsys
             main(words)
         error = capsys.readouterr().err
         assert left.value.code == 2 and complaint in error and error.count("\n") == 1
+    served_architecture("t5").save_pretrained(tmp_path / "t5")
+    with pytest.raises(SystemExit):
+        main([words[0], str(tmp_path / "t5"), *words[2:]])
+    assert "a T5ForConditionalGeneration takes more: call fp4engine.export.compare_served" in capsys.readouterr().err
     (tmp_path / "text.txt").write_text("words")
     words[-1] = str(tmp_path / "text.txt")
     with pytest.raises(SystemExit):
