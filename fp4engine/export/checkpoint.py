@@ -295,10 +295,7 @@ def _write(
     for key in progress_bar(tensors.names, "export", "tensor", progress):
         name = key.removesuffix(".weight")
         if key == name or name not in layers:
-            tensor = tensors[key]
-            if tensor.is_floating_point() and tensor.numel() and tensor.aminmax().max.isnan():
-                raise ValueError(f"{key!r} holds a NaN: there is nothing to serve")
-            writer.add(key, tensor)
+            writer.add(key, tensors[key])
             continue
         layer = layers[name]
         weight, amax, own_amax = layer.weight(tensors), amaxes.shared(layer), amaxes.own(layer)

@@ -20,9 +20,10 @@ from fp4engine.export.calibration import KVCache
 from fp4engine.export.checkpoint import export_checkpoint
 from fp4engine.export.reader import CheckpointError, TensorFolder, read_json
 from fp4engine.export.readers import quiet
-from fp4engine.export.recoding import LOSSLESS, recode_checkpoint
+from fp4engine.export.recoding import LOSSLESS, decoded_names, recode_checkpoint
 from fp4engine.export.served import compare_served
 from fp4engine.export.serving_format import FORMATS, MODELOPT
+from fp4engine.export.state import ModelState
 from fp4engine.export.writer import TOKENIZER
 from fp4engine.modules.shared_amax import SHARED_SCALES
 from fp4engine.recipe import recipe_from_argument
@@ -106,6 +107,15 @@ def main(args: argparse.Namespace) -> int:
                     f"{args.source} is in MXFP4 already; --requantize {LOSSLESS} --format {MODELOPT.name} writes it as "
                     "NVFP4 of the same values"
                 )
+            idle = {
+                "--inputs": args.inputs,
+                "--kv-cache": args.kv_cache,
+                "--keep-high-precision": args.keep_high_precision,
+            }
+            if given := [name for name, value in idle.items() if value is not None]:
+                raise ValueError(f"{args.source} is in MXFP4 already, and its codes stay: leave out {', '.join(given)}")
+            tensors = TensorFolder(args.source)
+            ModelState(_empty_model(args.source, len(tensors), True), decoded_names(tensors))  # refuses what lacks one
             size = int(args.max_shard_gb * 2**30)
             print(recode_checkpoint(args.source, args.directory, max_shard_size=size))
             return 0
@@ -227,11 +237,12 @@ def _is_mxfp4(source: Path) -> bool:
     return isinstance(described, dict) and described.get("quant_method") == "mxfp4"
 
 
-def _empty_model(source: Path, tensors: int) -> Any:
+def _empty_model(source: Path, tensors: int, quantized: bool = False) -> Any:
     """The model that ``config.json`` describes, without values.
 
     Args:
         tensors: how many the checkpoint has; more layers than that are not built.
+        quantized: whether its weights may be quantized.
 
     Raises:
         CheckpointError: transformers cannot build it, or it is quantized, or code would have to be run.
@@ -242,8 +253,8 @@ def _empty_model(source: Path, tensors: int) -> Any:
     described = read_json(path)
     if "auto_map" in described:
         raise CheckpointError(f"{path} asks for code of its own (auto_map), which is never run")
-    if quantized := described.get("quantization_config"):
-        raise CheckpointError(f"{path} says that the weights are quantized already: {_one_line(quantized):.120}")
+    if not quantized and (settings := described.get("quantization_config")):
+        raise CheckpointError(f"{path} says that the weights are quantized already: {_one_line(settings):.120}")
     names = described.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     kind: Any = getattr(transformers, name, None) if isinstance(name, str) else None

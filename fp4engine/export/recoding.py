@@ -67,6 +67,11 @@ def _holds(codes: Tensor, scale_inv: Tensor) -> Tensor:
     return (codes.view(*scale_inv.shape, -1) & 0x77).amax(-1) > 0
 
 
+def decoded_names(tensors: TensorFolder) -> dict[str, Tensor]:
+    """The names that the tensors of a checkpoint of gpt-oss have in the model, without values."""
+    return dict.fromkeys((name.removesuffix(_BLOCKS) for name in tensors), torch.empty(0))
+
+
 def recode_checkpoint(
     source: str | os.PathLike[str],
     directory: str | os.PathLike[str],

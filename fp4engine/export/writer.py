@@ -106,12 +106,15 @@ class ShardWriter:
         """Write ``tensor`` under ``name``, now or later.
 
         Raises:
-            ValueError: there is a tensor of that name already.
+            ValueError: there is a tensor of that name already, or it holds a NaN.
         """
         if name in self._names:
             raise ValueError(f"{name!r} is a part of an FP4 weight, and the model has a tensor of that name; rename it")
         self._names.add(name)
         tensor = tensor.detach().to("cpu").contiguous()
+        # FP8, of one byte, is scales that a cast has just made.
+        if tensor.is_floating_point() and tensor.itemsize > 1 and tensor.numel() and tensor.aminmax().max.isnan():
+            raise ValueError(f"{name!r} holds a NaN: there is nothing to serve")
         storage = tensor.untyped_storage()
         # Safetensors refuses a storage twice in a file, and a small part of a mapped file would keep all of it mapped.
         if storage.data_ptr() in self._storages or storage.nbytes() > 2 * tensor.nbytes:

@@ -214,12 +214,36 @@ def test_gpt_oss_in_mxfp4_becomes_nvfp4_of_the_same_values(tmp_path, gpt_oss, ca
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
 
 
+@pytest.mark.parametrize(
+    ("lost", "words", "complaint"),
+    [
+        ("model.norm.weight", [], "weights lacks 'model.norm.weight'"),
+        ("model.layers.1.mlp.experts.down_proj_blocks", [], "weights lacks 'model.layers.1.mlp.experts.down_proj'"),
+        ("", ["--inputs", "dynamic"], "in MXFP4 already, and its codes stay: leave out --inputs"),
+    ],
+    ids=["a norm", "codes", "nothing"],
+)
+def test_a_damaged_gpt_oss_and_options_that_do_nothing_are_refused(
+    tmp_path, gpt_oss, capsys, lost, words, complaint
+) -> None:
+    path = gpt_oss / "model.safetensors"
+    save_file({name: tensor for name, tensor in load_file(path).items() if name != lost}, path, {"format": "pt"})
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    words = ["--requantize", "lossless", "--format", "modelopt", *words]
+    assert main(parser.parse_args([str(gpt_oss), str(tmp_path / "out"), *words])) == 2
+    error = capsys.readouterr().err
+    assert complaint in error and error.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
 def test_a_checkpoint_that_cannot_be_recoded_leaves_nothing(tmp_path, gpt_oss) -> None:
     path = gpt_oss / "model.safetensors"
     tensors = load_file(path)
     name = "model.layers.1.mlp.experts.down_proj_scales"
     for change, words in (
         (tensors | {name: tensors[name].view(torch.int8)}, "needs uint8"),
+        (tensors | {"model.norm.weight": torch.full((32,), torch.nan)}, "'model.norm.weight' holds a NaN"),
         ({key: value for key, value in tensors.items() if key != name}, "'.*down_proj_scales' is not in it"),
         (tensors | {name: torch.where(torch.arange(2) > 0, tensors[name] - 40, tensors[name])}, "none in NVFP4"),
     ):
