@@ -19,6 +19,7 @@ from fp4engine.export.calibration import KVCache, attention_modules
 from fp4engine.export.layers import Amaxes, ExportLayer, Requantize, encode, export_layers
 from fp4engine.export.reader import CheckpointError, ServedCheckpoint
 from fp4engine.export.readers import (
+    CANNOT_LOAD,
     DIFFERS,
     Reading,
     known_faults,
@@ -247,7 +248,8 @@ def export_checkpoint(
         raise ValueError("inputs has scales, and the recipe casts no input: leave it out, or pass the recipe that does")
     configuration = _configuration(form, model, kinds, list(left_alone), kv_cache and kv_cache.format)
     is_read = verify is not False and not isinstance(verify, str)
-    notes = {} if is_read else known_faults(form, layers)
+    faults = known_faults(form, layers)
+    notes = {} if is_read else faults
     _require_readable([f"{name!r}: {why}" for name, why in notes.items()], force)
     with whole_directory(target) as made, Slabs() as slabs:
         writer = ShardWriter(made, max_shard_size)
@@ -265,6 +267,8 @@ def export_checkpoint(
         found = (read_by_vllm(checkpoint, left_alone),)
         if is_read:
             found = (read_by_transformers(checkpoint, model, None if verify is True else verify), *found)
+            if found[0].verdict == CANNOT_LOAD:  # which does not clear it of what is known of it
+                _require_readable([f"{name!r}: {why}" for name, why in faults.items()], force)
         _require_readable([str(reading) for reading in found if reading.verdict == DIFFERS], force)
     return ExportReport(target, form.name, entries, left_alone, tensors.unused, found)
 

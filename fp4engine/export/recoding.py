@@ -69,7 +69,7 @@ def _holds(codes: Tensor, scale_inv: Tensor) -> Tensor:
 
 def decoded_names(tensors: TensorFolder) -> dict[str, Tensor]:
     """The names that the tensors of a checkpoint of gpt-oss have in the model, without values."""
-    return dict.fromkeys((name.removesuffix(_BLOCKS) for name in tensors), torch.empty(0))
+    return dict.fromkeys((name.removesuffix(_BLOCKS) for name in tensors), torch.empty(0, dtype=torch.uint8))
 
 
 def recode_checkpoint(

@@ -91,6 +91,16 @@ def test_a_head_in_codes_is_named_for_who_takes_it_for_no_linear_layer(tmp_path)
     assert vllm.verdict == "cannot load" and "lm_head.weight" in vllm.why
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("verify", [True, False])
+def test_what_is_known_of_a_reader_is_refused_where_it_cannot_load_too(tmp_path, verify) -> None:
+    model = served_architecture("gpt2")
+    fp4engine.convert(model, zoo.make("mxfp8"), keep_high_precision=["lm_head"])
+    with pytest.raises(CheckpointError, match=r"leaves the weight of a Conv1D at random .*nothing was written"):
+        export_checkpoint(model, tmp_path / "out", inputs="dynamic", verify=verify)
+    assert not list(tmp_path.iterdir())
+
+
 def test_models_of_no_library_are_read_by_rules_alone(tmp_path) -> None:
     model = nn.Sequential(nn.Linear(32, 32))
     fp4engine.convert(model, zoo.make("nvfp4_weight_only"))
