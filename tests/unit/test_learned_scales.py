@@ -48,7 +48,7 @@ def test_gradients_are_those_of_learned_step_sizes(spec) -> None:
     found = weight.grad, scales.block.grad, scales.outer.grad
     weight.grad = scales.block.grad = scales.outer.grad = None
     exact = scales.block.exp2()
-    rounded = exact.detach().to(torch.float8_e4m3fn).float()
+    rounded = exact.detach().clamp(max=448).to(torch.float8_e4m3fn).float()  # which torch 2.11 does not saturate
     rounded = rounded * (exact / exact.detach())  # which passes gradients straight through the rounding
     step = rounded.repeat_interleave(spec.block[0], 0)[:40] * scales.outer.exp2() / spec.numerator
     quotient = (weight.view(40, 3, 16) / step[..., None]).clamp(-6, 6)
