@@ -215,8 +215,10 @@ class DelayedScalingRecipeState(RecipeState):
 
     def exchange(self, quantizers: Sequence[DelayedQuantizer | None]) -> None:
         """Give the histories of ``quantizers``, one per column, what was written here, or else show them here."""
-        pairs = zip(self._contents(), self._shown, strict=True)
-        is_written = any(now[0] != shown[0] or not torch.equal(now[1], shown[1]) for now, shown in pairs)
+        is_written = any(
+            now._version != version or not torch.equal(now.detach().view(torch.int32), bits)
+            for now, (version, bits) in zip((self.scale, self.amax_history), self._shown, strict=True)
+        )
         for index, quantizer in enumerate(quantizers):
             if quantizer is not None and is_written:
                 self._write(index, quantizer)
