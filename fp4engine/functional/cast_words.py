@@ -9,7 +9,7 @@ from collections.abc import Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import product
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from fp4engine.arguments import require_one_of, shown
 from fp4engine.formats import E2M1, E2M3, E3M2, E4M3, E5M2, CastSpec, RoundingMode, ScaleRule, fp8, mx
@@ -135,17 +135,21 @@ def resolve(spec: CastSpec | str, words: Words) -> tuple[CastSpec, Words]:
     if words.scale is not None and spec not in MX:
         raise ValueError(f"scale is for formats whose block scales are powers of two, {_list(MX)}; got {spec!r}")
     words = words.over(_thread.scope.words)
-    return _MADE[spec, words.round or "even", words.scale or "floor"], words
+    return _SPECS[spec, words.round or "even", (words.scale or "floor") if spec in MX else None], words
 
 
 def _list(names: Iterable[str]) -> str:
     return ", ".join(map(repr, names))
 
 
-def _named(name: str, round: Round, scale: Scale) -> CastSpec:
-    spec = NAMED[name].replace(rounding=RoundingMode(round))
-    return spec.replace(scale_rule=ScaleRule(scale)) if name in MX else spec
+def _specs() -> Generator[tuple[tuple[str, Round, Scale | None], CastSpec]]:
+    for name, round in product(NAMED, get_args(Round)):
+        changes: dict[str, Any] = {"rounding": RoundingMode(round)}
+        for scale in get_args(Scale) if name in MX else (None,):
+            if scale is not None:
+                changes["scale_rule"] = ScaleRule(scale)
+            yield (name, round, scale), NAMED[name].replace(**changes)
 
 
-_MADE = {words: _named(*words) for words in product(NAMED, get_args(Round), get_args(Scale))}
-"""All of them, since not every version of ``torch.compile`` makes a CastSpec."""
+_SPECS = dict(_specs())
+"""By name, rounding and scale rule, all of them: torch.compile does not make a CastSpec in every version."""
