@@ -55,7 +55,7 @@ class Call(NamedTuple):
     @property
     def wgrad_out(self) -> Tensor | None:
         """What a backward pass adds wgrad to; None if it returns wgrad or leaves it to later."""
-        return None if self.main_grad is None or self.main_grad.later is not None else self.main_grad.buffer
+        return None if self.main_grad is None or self.wgrad_is_later else self.main_grad.buffer
 
     def stream(self, direction: Direction) -> str:
         """The name of the random stream of a direction; empty for the process's stream."""

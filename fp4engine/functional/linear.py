@@ -130,25 +130,24 @@ class LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
         call: Call = ctx.call
-        needs, main_grad = Needs(call.needs_dgrad, call.needs_wgrad, ctx.needs_input_grad[2]), call.main_grad
-        grad_output = as_matrix(grad_outputs[0])
-        if main_grad is not None and needs.wgrad and not main_grad.is_asked_for(ctx, 1):
-            needs = needs._replace(wgrad=False)
+        needs = Needs(call.needs_dgrad, call.needs_wgrad, ctx.needs_input_grad[2])
+        grad_output, main_grad = as_matrix(grad_outputs[0]), call.main_grad if needs.wgrad else None
+        if main_grad is not None and not main_grad.is_asked_for(ctx, 1):
+            main_grad, needs = None, needs._replace(wgrad=False)
             if call.plan.draws_in_backward and not needs.dgrad:  # as a layer does that has no main_grad
                 call.eager(grad_output.device).draw("backward", grad_output)
         tensors = ctx.saved_tensors  # to be asked for once: a checkpoint may recompute them for it
         kept, rest = tensors[: ctx.count], tensors[ctx.count :]
-        if main_grad is not None and needs.wgrad and main_grad.later is None:
+        if main_grad is not None and main_grad.later is None:
             main_grad.begin()
         made = _backward(call, ctx.layout, grad_output, kept, needs, ctx.cols, ctx.dtypes)
         grad_input, grad_weight, grad_bias = made
         flops = 2 * grad_output.shape[0] * grad_output.shape[1] * ctx.cols
-        if main_grad is not None and needs.wgrad:
-            if main_grad.later is None:
-                main_grad.end()
-            else:
-                main_grad.add(partial(_counted, call, flops, grad_weight, main_grad.buffer))
-                grad_weight, needs = None, needs._replace(wgrad=False)
+        if main_grad is not None and main_grad.later is None:
+            main_grad.end()
+        elif main_grad is not None:
+            main_grad.add(partial(_counted, call, flops, grad_weight, main_grad.buffer))
+            grad_weight, needs = None, needs._replace(wgrad=False)
         call.record(flops, *("dgrad", "wgrad")[not needs.dgrad : 1 + needs.wgrad])
         grad_parameters: tuple[Tensor | None, ...] = (None,) * (len(ctx.needs_input_grad) - 4)
         if grad_input is not None:
