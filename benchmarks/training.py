@@ -3,27 +3,28 @@
     python benchmarks/training.py [--models 85m 1b] [--precisions bf16 nvfp4] [--out benchmarks/results]
 
 The model is the example's GPT (RMSNorm, rotary positions, SwiGLU, SDPA), FP32 parameters under torch.autocast(bf16),
-fused AdamW, random tokens. Each model runs eager, compiled, and with the whole step replayed as one CUDA graph; the
-first precision is the denominator of every ratio. Delayed scaling remembers on the host, so it runs eager only. `saved`
-is all that a forward pass keeps for backward, `linears` what the linear layers do.
+fused AdamW, random tokens. Each model runs eager, compiled, and with the whole step replayed as one CUDA graph. All
+precisions of a mode are in memory together (106 GiB for 1b) and take turns of half a second, in which the GPU's clock
+settles; the first precision is the denominator of every ratio. Delayed scaling remembers on the host, so it runs eager
+only. `linears` is what the linear layers keep of a forward pass for backward. The table is what README and
+docs/results.md quote.
 """
 
 import gc
 import itertools
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from timing import argument_parser, environment, write_json
+from timing import argument_parser, environment, milliseconds, time_in_turn, write_json
 
 import fp4engine
 from fp4engine.recipe import DelayedScaling, Float8CurrentScaling, NVFP4BlockScaling, Recipe
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
-from gpt.measure import memory_of, saved_by_linears, watch_saved
+from gpt.measure import saved_by_linears
 from gpt.model import GPT
 
 MODELS = {
@@ -31,21 +32,15 @@ MODELS = {
     "1b": dict(layers=20, width=2048, sequence=2048, batch=4),
 }
 MODES = ("eager", "compiled", "graph")
-WARM_UP, STEPS = 4, 10
+WARM_UP = 4
+TURN = 0.5
+"""Seconds of a precision's turn."""
 PRECISIONS: dict[str, Recipe | None] = {
     "bf16": None,
     "fp8_current": Float8CurrentScaling(),
     "fp8_delayed": DelayedScaling(),
     "nvfp4": NVFP4BlockScaling(),
 }
-
-
-def saved_bytes(model: GPT, tokens: torch.Tensor, recipe: Recipe | None) -> int:
-    """Bytes that one forward pass keeps for backward."""
-    watch, kept = watch_saved(model)
-    with watch:
-        forward(model, tokens, recipe)
-    return memory_of(kept)
 
 
 def forward(model: GPT, tokens: torch.Tensor, recipe: Recipe | None) -> torch.Tensor:
@@ -72,9 +67,9 @@ def graphed(step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
     return replay
 
 
-def measure(config: dict[str, int], recipe: Recipe | None, mode: str) -> dict[str, float]:
-    """Tokens per second, peak bytes and bytes saved for backward."""
-    torch._dynamo.reset()
+def prepare(config: dict[str, int], recipe: Recipe | None, mode: str) -> tuple[Callable[[], Any], dict[str, int]]:
+    """A training step that has run a few times, and the bytes that it takes."""
+    before = torch.cuda.memory_allocated()
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = GPT(config["layers"], config["width"], config["sequence"])
@@ -82,7 +77,6 @@ def measure(config: dict[str, int], recipe: Recipe | None, mode: str) -> dict[st
         fp4engine.convert(model, keep_high_precision=["lm_head"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, capturable=True)
     tokens = torch.randint(0, 256, (config["batch"], config["sequence"] + 1), device="cuda")
-    saved = saved_bytes(model, tokens, recipe)
     linears = saved_by_linears(model, lambda: forward(model, tokens, recipe))
     run = torch.compile(forward, fullgraph=True) if mode == "compiled" else forward
 
@@ -99,31 +93,52 @@ def measure(config: dict[str, int], recipe: Recipe | None, mode: str) -> dict[st
         step()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    begin = time.perf_counter()
-    for _ in range(STEPS):
-        loss = step()
+    step()
     torch.cuda.synchronize()
-    seconds = (time.perf_counter() - begin) / STEPS
-    return {
-        "tokens_per_second": config["batch"] * config["sequence"] / seconds,
-        "peak_bytes": torch.cuda.max_memory_allocated(),
-        "saved_bytes": saved,
-        "saved_by_linears": linears,
-        "loss": float(loss),
-    }
+    return step, {"peak_bytes": torch.cuda.max_memory_allocated() - before, "saved_by_linears": linears}
 
 
-HEADER = """| model | mode | precision | tokens/s | of bf16 | peak GiB | saved GiB | linears GiB | of bf16 |
-| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |"""
+def measure(model: str, mode: str, precisions: list[str]) -> list[dict[str, Any]]:
+    """A row for each of ``precisions`` that runs in ``mode``."""
+    torch._dynamo.reset()
+    config = MODELS[model]
+    steps: dict[str, Callable[[], Any]] = {}
+    bytes_of: dict[str, dict[str, int]] = {}
+    for precision in precisions:
+        recipe = PRECISIONS[precision]
+        if mode == "eager" or recipe is None or not recipe.is_delayed:
+            steps[precision], bytes_of[precision] = prepare(config, recipe, mode)
+    repeats = max(2, round(1000 * TURN / milliseconds(steps[precisions[0]], 2)))
+    times = time_in_turn(steps, repeats)
+    tokens = config["batch"] * config["sequence"]
+    return [
+        dict(
+            model=model, mode=mode, precision=precision, tokens_per_second=1000 * tokens / times[precision],
+            ratio=times[precisions[0]] / times[precision], **bytes_of[precision],
+        )
+        for precision in steps
+    ]  # fmt: skip
 
 
-def line(row: dict[str, Any], first: dict[str, Any]) -> str:
-    """A row of the Markdown table; the shares are of the first precision's row."""
-    peak, saved, linears = (row[name] / 2**30 for name in ("peak_bytes", "saved_bytes", "saved_by_linears"))
-    return (
-        f"| {row['model']} | {row['mode']} | {row['precision']} | {row['tokens_per_second']:,.0f} | {row['ratio']:.3f} "
-        f"| {peak:.2f} | {saved:.2f} | {linears:.3f} | {row['saved_by_linears'] / first['saved_by_linears']:.3f} |"
-    )
+NAMES = {"1b": "1B", "85m": "85M", "graph": "one CUDA graph"}
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """A line of Markdown for each model and mode; ratios are tokens per second over the first precision's."""
+    names = list(dict.fromkeys(row["precision"] for row in rows))
+    lines = [
+        f"| | {names[0]}, tokens/s | {' | '.join(names[1:])} | peak GiB, {' / '.join(names)} |",
+        "|---|" + "---:|" * len(names) + "---|",
+    ]
+    for (model, mode), group in itertools.groupby(rows, lambda row: (row["model"], row["mode"])):
+        found = {row["precision"]: row for row in group}
+        ratios = [f"{found[name]['ratio']:.2f}" if name in found else "" for name in names[1:]]
+        peaks = " / ".join(f"{found[name]['peak_bytes'] / 2**30:.1f}" if name in found else "" for name in names)
+        lines.append(
+            f"| {NAMES[model]}, {NAMES.get(mode, mode)} | {found[names[0]]['tokens_per_second']:,.0f} "
+            f"| {' | '.join(ratios)} | {peaks if mode != 'graph' else ''} |"
+        )
+    return lines
 
 
 def main() -> None:
@@ -133,22 +148,14 @@ def main() -> None:
     parser.add_argument("--precisions", nargs="+", choices=tuple(PRECISIONS), default=list(PRECISIONS))
     arguments = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    print(HEADER, flush=True)
-    for name, mode in itertools.product(arguments.models, arguments.modes):
-        first = None
-        for precision in arguments.precisions:
-            recipe = PRECISIONS[precision]
-            if mode != "eager" and recipe is not None and recipe.is_delayed:
-                continue
-            row = dict(model=name, mode=mode, precision=precision, **measure(MODELS[name], recipe, mode))
-            gc.collect()
-            torch.cuda.empty_cache()
-            first = first or row
-            row["ratio"] = row["tokens_per_second"] / first["tokens_per_second"]
-            rows.append(row)
-            print(line(row, first), flush=True)
-            # after every row: an interrupted run keeps its own
-            write_json(arguments.out / "training.json", dict(environment=environment(), rows=rows))
+    for model, mode in itertools.product(arguments.models, arguments.modes):
+        rows += measure(model, mode, arguments.precisions)
+        gc.collect()
+        torch.cuda.empty_cache()
+        # After every mode: a run that is interrupted keeps what it has.
+        write_json(arguments.out / "training.json", dict(environment=environment(), rows=rows))
+        print(table(rows)[-1], flush=True)
+    print("", *table(rows), sep="\n")
 
 
 if __name__ == "__main__":
