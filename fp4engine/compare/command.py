@@ -38,7 +38,7 @@ GPU = "B200"
 RATES = {"random": 1e-3, "pretrained": 2e-5, "lora": 2e-4}
 """Peak learning rates, unless asked otherwise."""
 
-SHORT_SHARE, FEWEST_SHORT, MOST_SHORT = 10, 8, 40
+SHORT_SHARE, FEWEST_SHORT, MOST_SHORT = 15, 8, 40
 """A short run has so small a part of a run's steps, within these bounds."""
 
 
