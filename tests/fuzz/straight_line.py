@@ -67,6 +67,11 @@ class Side(NamedTuple):
         return reference.dequantize(*self.cast, self.spec, self.matrix.shape[1], dtype)
 
 
+def kept(tensor: Tensor) -> Tensor:
+    """``tensor``, or the copy that backward keeps where kernels could not read it: MKL's sums depend on the address."""
+    return tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
+
+
 def side(
     matrix: Tensor,
     spec: CastSpec | None,
@@ -78,7 +83,7 @@ def side(
 ) -> Side:
     """The operand ``matrix``, which is the transposed tensor where ``columnwise``."""
     if spec is None:
-        return Side(None, matrix)
+        return Side(None, kept(matrix.T).T if columnwise else matrix)
     stream = ROLES.index(role) << 1 | columnwise | (0 if rng is None else rank << 8)
     values = matrix.clone(memory_format=torch.contiguous_format)
     amax = None
@@ -219,9 +224,7 @@ class Linear:
 
     def _backward_side(self, tensor: Tensor, row: Side, col: Side | None, role: str, rng: Tensor | None) -> Side:
         if self.override == "high_precision":
-            # What backward keeps is copied where kernels could not read it, and MKL's sums depend on the address.
-            kept = tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
-            return Side(None, kept.to(self.x.dtype).T)
+            return Side(None, kept(tensor).to(self.x.dtype).T)
         if self.override == "dequantized":
             return Side(None, row.dequantized(self.x.dtype).T)
         if col is not None:
