@@ -125,7 +125,7 @@ def clipping(values: Tensor, decoded: Tensor, scale_inv: Tensor, amax: Tensor, s
     """Shares of saturated and of underflowing elements among the nonzero ones of `values`, as they were rounded."""
     ceiling = reference.outer_factor(amax, spec) * spec.element.max_value
     if spec.block[1]:
-        ceiling = ceiling * scale_inv.float().repeat_interleave(spec.block[1], dim=1)
+        ceiling = ceiling * scale_inv.float().abs().repeat_interleave(spec.block[1], dim=1)
     nonzero = values != 0
     count = nonzero.sum().clamp(min=1)
     saturated = (values.abs() > ceiling * (1 + 2**-20)) & (decoded != 0)

@@ -4,6 +4,7 @@ from fp4engine.formats.cast_spec import CastSpec, Correction, Outer, Rotation, R
 from fp4engine.formats.elements import (
     E1M2,
     E2M1,
+    E2M1_RAZER,
     E2M3,
     E3M2,
     E4M3,
@@ -22,6 +23,7 @@ from fp4engine.formats.presets import fp8, fp8_block, mx, mx_ocp_floor
 __all__ = [
     "E1M2",
     "E2M1",
+    "E2M1_RAZER",
     "E2M3",
     "E3M2",
     "E4M3",

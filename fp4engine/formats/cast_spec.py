@@ -18,6 +18,7 @@ from fp4engine.constants import BLOCK_SIZE, E2M1_MAX, E4M3_MAX, FLT_MAX, FLT_MIN
 from fp4engine.formats.elements import (
     E1M2,
     E2M1,
+    E2M1_RAZER,
     E2M3,
     E3M2,
     E4M3,
@@ -270,7 +271,7 @@ class CastSpec:
         Only E4M3 block scales have a range so short.
         """
         significant = self.element.significant_bits + self.scale.mantissa_bits + 1
-        in_range = self.scale == E4M3 and self.element in (E1M2, E2M1, TWO_E2M1, E2M3)
+        in_range = self.scale == E4M3 and self.element in (E1M2, E2M1, TWO_E2M1, E2M1_RAZER, E2M3)
         return in_range and significant <= 11 and self.outer is not Outer.BLOCK128
 
     @property
@@ -373,6 +374,10 @@ BOUNDED = (E4M3, UE5M3)
 """Scale formats that are rounded to below a bound, and that an outer scale may bring into their range."""
 
 
+ELEMENTS = (E1M2, E2M1, TWO_E2M1, E2M1_RAZER, E2M3, E3M2, E4M3, E5M2)
+"""Formats of codes."""
+
+
 _KINDS: dict[str, type] = {
     "element": ElementFormat,
     "scale": ElementFormat,
@@ -419,10 +424,12 @@ def _complaints(spec: CastSpec) -> Iterator[str]:
         yield f"block must be (0, 0) or (rows >= 1, cols in 16, 32, 64, 128), got {spec.block}"
     if spec.random_bits not in (8, 16):
         yield f"random_bits must be 8 or 16, got {spec.random_bits}"
-    if spec.element not in (E1M2, E2M1, TWO_E2M1, E2M3, E3M2, E4M3, E5M2):
-        yield f"element must be e1m2, e2m1, 2e2m1, e2m3, e3m2, e4m3 or e5m2, got {spec.element}"
+    if spec.element not in ELEMENTS:
+        yield f"element must be one of {', '.join(map(str, ELEMENTS))}, got {spec.element}"
     if spec.element == TWO_E2M1:
         yield from _complaints_of_two_terms(spec)
+    if spec.element.special:
+        yield from _complaints_of_special(spec)
     if spec.search:
         yield from _complaints_of_search(spec)
     if spec.outer_amax is not None:
@@ -516,6 +523,21 @@ def _complaints_of_two_terms(spec: CastSpec) -> Iterator[str]:
             "element=2e2m1 is rounded to nearest, ties to even, and has nothing to correct, "
             f"got rounding={spec.rounding.value} and correction={spec.correction.value}"
         )
+
+
+def _complaints_of_special(spec: CastSpec) -> Iterator[str]:
+    if spec.scale != E4M3 or spec.scale_rule is not ScaleRule.AMAX:
+        yield (
+            f"element={spec.element} needs scale=e4m3, whose sign bit it takes, and scale_rule=amax, "
+            f"got {spec.scale} and {spec.scale_rule.value}"
+        )
+    if spec.rounding in (RoundingMode.STOCHASTIC, RoundingMode.TRUNCATE) or spec.correction is not Correction.NONE:
+        yield (
+            f"element={spec.element} compares errors of elements rounded to nearest, and has no correction, "
+            f"got rounding={spec.rounding.value} and correction={spec.correction.value}"
+        )
+    if spec.block[0] * spec.block[1] > 1024:
+        yield f"element={spec.element} adds up gains in 32 bits: a block has at most 1024 elements, got {spec.block}"
 
 
 def _print_offsets(offsets: tuple[int, ...]) -> str:

@@ -1,5 +1,6 @@
 """Number formats as data: what a code of each format means."""
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,6 +20,8 @@ class ElementFormat:
         max_value: largest finite magnitude.
         signed: False for pure scales (E8M0, UE5M3).
         each: the format of both terms, where a code holds two; None where it holds one value.
+        special: magnitude that the code of -0 stands for, in the middle between two others; its sign is the sign bit of
+            the block's scale. 0 if that code is -0.
     """
 
     name: str
@@ -28,6 +31,7 @@ class ElementFormat:
     max_value: float
     signed: bool = True
     each: "ElementFormat | None" = None
+    special: float = 0.0
 
     @property
     def terms(self) -> int:
@@ -48,13 +52,18 @@ class ElementFormat:
     def significant_bits(self) -> int:
         """Significant bits that hold any value; every sum of two terms is a multiple of the second's least step."""
         if self.terms == 1:
-            return self.mantissa_bits + 1
+            return self.mantissa_bits + 1 + (self.special > 0)  # special halves a step
         return int(self.max_value / self.min_value * SECOND_TERM).bit_length()
 
     @property
     def min_value(self) -> float:
         """The smallest positive magnitude of a term."""
         return 2.0 ** (1 - self.bias - self.mantissa_bits)
+
+    @property
+    def special_reach(self) -> float:
+        """What is at most so far from :attr:`special` has it for a neighbour: half the distance to the next others."""
+        return 2.0 ** (math.frexp(self.special)[1] - self.mantissa_bits - 3)
 
     @property
     def storage_bits(self) -> int:
@@ -87,6 +96,11 @@ E1M2 = ElementFormat("e1m2", 1, 2, 1, 1.75)
 E2M1 = ElementFormat("e2m1", 2, 1, 1, 6.0)
 TWO_E2M1 = ElementFormat("2e2m1", 2, 1, 1, 6.75, each=E2M1)
 """The sum of two E2M1 codes, the second of what the first leaves: a product by it is two FP4 products."""
+E2M1_RAZER = ElementFormat("e2m1_razer", 2, 1, 1, 6.0, special=5.0)
+"""E2M1 whose code of -0 is 5 or -5, as the block chooses.
+
+Source: arXiv 2501.04052; NVFP4-RaZeR 42c18e1, ``quantize/quantizer.py``, ``quant_nvfp4_razer_e4m3``.
+"""
 E2M3 = ElementFormat("e2m3", 2, 3, 1, 7.5)
 E3M2 = ElementFormat("e3m2", 3, 2, 3, 28.0)
 E4M3 = ElementFormat("e4m3", 4, 3, 7, 448.0)
@@ -99,7 +113,7 @@ Source: OCP E5M3; PTX ISA 9.4, ``ue5m3``.
 """
 FP32 = ElementFormat("fp32", 8, 23, 127, 3.4028234663852886e38)
 
-FORMATS = {f.name: f for f in (E1M2, E2M1, TWO_E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, UE5M3, FP32)}
+FORMATS = {f.name: f for f in (E1M2, E2M1, TWO_E2M1, E2M1_RAZER, E2M3, E3M2, E4M3, E5M2, E8M0, UE5M3, FP32)}
 """All formats by name."""
 
 _TORCH_DTYPES = {

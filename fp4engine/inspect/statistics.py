@@ -213,7 +213,7 @@ def _operand_figures(counted: Counted) -> Figures:
         sums += [none] * (len(OPERAND_SUMS) - len(sums))
     else:
         bound = spec.largest_scale
-        stored = from_stored(scales, spec.scale)
+        stored = from_stored(scales, spec.scale).abs()
         underflow = ((stored == 0) & (block_amax > 0)).sum()
         overflow = (stored >= bound) & (block_amax > limit[:: max(spec.block[0], 1)] * (17 / 16))
         sums += [none + scales.numel(), underflow, overflow.sum()]
@@ -332,8 +332,8 @@ def scale_spread_of_bytes(
 
 @cache
 def _log2_of_bytes(scale: ElementFormat) -> dict[int, float]:
-    """``byte -> log2 of its value``, of positive values; a value that is not finite counts as 1."""
-    values = from_stored(torch.arange(256, dtype=torch.uint8).view(scale.torch_dtype), scale).double().tolist()
+    """``byte -> log2 of its magnitude``, unless that is zero; a value that is not finite counts as 1."""
+    values = from_stored(torch.arange(256, dtype=torch.uint8).view(scale.torch_dtype), scale).abs().double().tolist()
     return {code: math.log2(value) if math.isfinite(value) else 0.0 for code, value in enumerate(values) if value > 0}
 
 
@@ -378,7 +378,7 @@ def _limit(operand: Operand, spec: CastSpec) -> Tensor:
         return factor * spec.element.max_value
     if factor.shape[1] > 1:
         factor = factor[:, :: spec.block[1]]
-    return from_stored(operand.scale_inv, spec.scale) * spec.element.max_value * factor
+    return from_stored(operand.scale_inv, spec.scale).abs() * spec.element.max_value * factor
 
 
 def _saturated(values: Tensor, decoded: Tensor, limit: Tensor, spec: CastSpec) -> Tensor:

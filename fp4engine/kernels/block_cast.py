@@ -196,6 +196,9 @@ def from_stored(stored, CAST: tl.constexpr, HARDWARE: tl.constexpr):
     if CAST.scale == "ue5m3":
         GRID: tl.constexpr = CAST.scale_grid
         return tl.where(stored == 0xFF, float("nan"), decode_element(stored.to(tl.uint32), GRID))
+    elif CAST.grid.special:
+        value = from_e4m3(stored & 0x7F, HARDWARE)
+        return tl.where(stored > 0x7F, -value, value)
     else:
         return from_e4m3(stored, HARDWARE)
 
@@ -238,6 +241,43 @@ def decode_tile(codes, CAST: tl.constexpr):
     """What codes mean, FP32."""
     GRID: tl.constexpr = CAST.grid
     return decode_element(codes, GRID)
+
+
+@triton.jit
+def times_scale(value, scale, CAST: tl.constexpr):
+    """What :func:`decode_tile` gave, times the scale of its block, whose sign is of special values alone."""
+    if CAST.grid.special:
+        scale = tl.where(value == CAST.grid.special, scale, tl.abs(scale))
+    return value * scale
+
+
+@triton.jit
+def with_special(v, codes, stored, CAST: tl.constexpr, COLS: tl.constexpr):
+    """Signed bits of block scales, and codes of ``v`` with the special one; see the reference's ``_special``.
+
+    Gains are whole numbers here: the last place of what is from 4 to 8 is 2^-21.
+    """
+    SPECIAL: tl.constexpr = CAST.grid.special
+    REACH: tl.constexpr = CAST.grid.reach
+    UNIT: tl.constexpr = 2.0**21
+    BLOCKS: tl.constexpr = v[0].numel * 16 // CAST.width
+    SHARE: tl.constexpr = CAST.width // 16
+    TILES: tl.constexpr = BLOCKS // (CAST.height * COLS)
+    gains = tl.zeros_like(v[0]).to(tl.int32)
+    for i in tl.static_range(16):
+        gain = tl.maximum(REACH - tl.abs(tl.abs(v[i]) - SPECIAL), 0.0)
+        gain = (tl.where(v[i] == v[i], gain, 0.0) * UNIT).to(tl.int32)
+        gains += tl.where(v[i] < 0, -gain, gain)
+    gains = tl.sum(tl.reshape(gains, [TILES, CAST.height, COLS, SHARE]), axis=3)
+    gains = tl.sum(gains, axis=1, keep_dims=True)
+    gains = tl.reshape(tl.broadcast_to(gains, [TILES, CAST.height, COLS]), [BLOCKS])
+    minus = (gains <= 0) & (stored != 0x7F)
+    minus_there = repeat(minus.to(tl.int32), SHARE) != 0
+    out = ()
+    for i in tl.static_range(16):
+        near = tl.abs(tl.abs(v[i]) - SPECIAL) <= REACH
+        out = out + (tl.where(near & ((v[i] < 0) == minus_there), 1 << (CAST.grid.bits - 1), codes[i]),)
+    return stored | (minus.to(tl.uint8) << 7), out
 
 
 @triton.jit
@@ -400,7 +440,11 @@ def cast_tile(
             stored = decode_scale
         else:
             stored, decode_scale, encode_scale = power_of_two(y, block, CAST)
-        codes = encode(scaled(y, repeat(encode_scale, SHARE)), random, CAST)
+        v = scaled(y, repeat(encode_scale, SHARE))
+        codes = encode(v, random, CAST)
+        if CAST.grid.special:
+            stored, codes = with_special(v, codes, stored, CAST, COLS)
+            decode_scale = from_stored(stored, CAST, HARDWARE)
     if CAST.correction == "eden":
         v = y
         q = decode(codes, CAST)
@@ -463,8 +507,8 @@ def pack(codes, decode_scale, CAST: tl.constexpr, HARDWARE: tl.constexpr):
     words = ()
     if CAST.values:
         for i in tl.static_range(0, 16, 2):
-            low = decode_tile(codes[i], CAST) * decode_scale
-            high = decode_tile(codes[i + 1], CAST) * decode_scale
+            low = times_scale(decode_tile(codes[i], CAST), decode_scale, CAST)
+            high = times_scale(decode_tile(codes[i + 1], CAST), decode_scale, CAST)
             if CAST.half:
                 words = words + (pack_fp16(low, high),)
             else:

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp4engine.formats import FP32, CastSpec
-from fp4engine.kernels.block_cast import decode_tile, from_stored, two_to
+from fp4engine.kernels.block_cast import decode_tile, from_stored, times_scale, two_to
 from fp4engine.kernels.blocks import TILE_C, BlockCast, as_bytes
 from fp4engine.kernels.encode import narrow
 from fp4engine.kernels.launch import (
@@ -93,7 +93,7 @@ def block_decode_kernel(
         block = col0 // CAST.width + tl.arange(0, BLOCKS)[None, :]
         blocks = width // CAST.width
         scale = load_scales(scale_ptr, row, block, (row < R) & (block < blocks), blocks, CAST, HARDWARE)
-        values = values * repeated(scale, CAST.width)
+        values = times_scale(values, repeated(scale, CAST.width), CAST)
     if amax_ptr is not None:
         values = values * load_factor(amax_ptr, row, col0, R, width, CAST)
     dtype: tl.constexpr = out_ptr.dtype.element_ty

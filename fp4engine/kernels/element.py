@@ -31,6 +31,7 @@ class Grid:
         largest_term, largest_code: largest magnitude and its code.
         terms: of a code; all of the above are of one of them.
         largest: magnitude of all terms together.
+        special: of the code of -0, 0 for none; reach: what is so near to it may become it.
     """
 
     bits: int
@@ -41,6 +42,8 @@ class Grid:
     is_e2m1: bool
     terms: int
     largest: float
+    special: float
+    reach: float
 
     @staticmethod
     @cache
@@ -50,7 +53,11 @@ class Grid:
         fraction = term.max_value / 2.0**exponent - 1
         code = ((exponent + term.bias) << mantissa) + int(fraction * (1 << mantissa))
         bits = term.exponent_bits + mantissa + 1
-        return Grid(bits, mantissa, term.bias, term.max_value, code, term == E2M1, element.terms, element.max_value)
+        is_e2m1 = (term.exponent_bits, mantissa, term.bias) == (E2M1.exponent_bits, E2M1.mantissa_bits, E2M1.bias)
+        return Grid(
+            bits, mantissa, term.bias, term.max_value, code, is_e2m1, element.terms, element.max_value,
+            element.special, element.special_reach,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -67,7 +74,7 @@ def encode_element(v, random, GRID: tl.constexpr, ROUNDING: tl.constexpr, RANDOM
 def encode_term(v, random, GRID: tl.constexpr, ROUNDING: tl.constexpr, RANDOM_BITS: tl.constexpr):
     """Codes of FP32 ``v``, saturating: uint32.
 
-    NaN and -0.0 become code 0, a negative that rounds to zero keeps its sign.
+    NaN and -0.0 become code 0, a negative that rounds to zero keeps its sign, unless its code is special.
 
     Args:
         random: int32 in ``[0, 2^RANDOM_BITS)`` under ``"stochastic"``, else anything.
@@ -101,6 +108,8 @@ def encode_term(v, random, GRID: tl.constexpr, ROUNDING: tl.constexpr, RANDOM_BI
                 steps += (above > 0.5).to(tl.int32)
         code = ((exponent - (128 - GRID.bias)) << GRID.mantissa) + steps
     sign = (v < 0).to(tl.uint32) << (GRID.bits - 1)
+    if GRID.special:
+        sign = tl.where(code == 0, 0, sign)
     return tl.minimum(code, GRID.largest_code).to(tl.uint32, bitcast=True) | sign
 
 
@@ -122,12 +131,14 @@ def e2m1_code(a, random, ROUNDING: tl.constexpr, RANDOM_BITS: tl.constexpr):
 
 @triton.jit
 def decode_element(code, GRID: tl.constexpr):
-    """FP32 values of uint32 ``code``, exact."""
+    """FP32 values of uint32 ``code``, exact; of the special code its magnitude."""
     if GRID.terms == 2:
         BELOW: tl.constexpr = (1 << GRID.bits) - 1
         value = decode_term(code & BELOW, GRID) + decode_term(code >> GRID.bits, GRID) * EIGHTH
     else:
         value = decode_term(code, GRID)
+    if GRID.special:
+        value = tl.where(code == 1 << (GRID.bits - 1), GRID.special, value)
     return value
 
 

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp4engine.formats import CastSpec
-from fp4engine.kernels.block_cast import decode_tile, largest_of_groups, magnitudes, prepared, repeat
+from fp4engine.kernels.block_cast import decode_tile, largest_of_groups, magnitudes, prepared, repeat, times_scale
 from fp4engine.kernels.block_decode import load_factor, load_scales
 from fp4engine.kernels.blocks import TILE_C, BlockCast, as_bytes
 from fp4engine.kernels.channel_figures import PARTS, TILE_R, Target, add_channels
@@ -178,9 +178,10 @@ def figures_kernel(
             block = col0 // WIDTH + of_row % BLOCKS
             there = (block_row < R) & (block < blocks)
             scale = load_scales(scale_ptr, block_row, block, there, blocks, CAST, HARDWARE)
+            scale_of_sixteenth = repeat(scale, SHARE)
+            scale = tl.abs(scale)
             limits = scale * GRID.largest * repeat(factor, BLOCKS)
             limit = repeat(limits, SHARE)
-            scale_of_sixteenth = repeat(scale, SHARE)
             largest = largest_of_rows(magnitudes(largest_of_groups(block_amax(x), SHARE)), HEIGHT, BLOCKS)
             largest = from_bits(largest.to(tl.uint32, bitcast=True))
             limits = tl.where(block_row % HEIGHT == 0, limits, 0.0)  # of the first row: outer amaxes may be of rows
@@ -196,7 +197,7 @@ def figures_kernel(
         error = signal
         for i in tl.static_range(16):
             code = (words[i // PER_WORD] >> (BITS * (i % PER_WORD))) & ((1 << BITS) - 1)
-            x_hat = decode_tile(code, CAST) * scale_of_sixteenth * repeat(factor, GROUPS)
+            x_hat = times_scale(decode_tile(code, CAST), scale_of_sixteenth, CAST) * repeat(factor, GROUPS)
             x_hat = tl.where((row < R) & (group * 16 + i < cols), x_hat, 0.0)
             beyond = tl.abs(x[i]) > limit * 1.0009765625
             if CAST.correction != "none":  # the scale that elements met is not the one that was stored

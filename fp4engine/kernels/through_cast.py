@@ -49,7 +49,7 @@ def within_kernel(
     scale = load_scales(scale_ptr, row, block, (row < R) & (block < blocks), blocks, CAST, HARDWARE)
     factor = load_factor(amax_ptr, row0 + tl.arange(0, TILE_R)[:, None], col0, R, width, CAST)
     factor = repeat(tl.reshape(factor, [factor.numel]), TILE_C // 16)
-    limit = repeat(scale * LARGEST, CAST.width // 16) * factor
+    limit = repeat(tl.abs(scale) * LARGEST, CAST.width // 16) * factor
     word = tl.zeros([TILE_R * TILE_C // 16], tl.uint32)
     for i in tl.static_range(16):
         word = word | (((y[i] == 0) | (tl.abs(y[i]) < limit)).to(tl.uint32) << i)

@@ -20,6 +20,7 @@ from fp4engine.constants import BLOCK_SIZE, E2M1_MAX, E4M3_BOUND_4OVER6, SR_GUAR
 from fp4engine.formats import (
     E1M2,
     E2M1,
+    E2M1_RAZER,
     E2M3,
     E3M2,
     E4M3,
@@ -57,6 +58,8 @@ SEARCHED = NEAREST.replace(scale_bound=E4M3_BOUND_4OVER6, search=(-1, 1, 4, 5))
 """Block scales with the least squared error of five E4M3 codes; of all codes the least error is 1% smaller."""
 SEARCHED_TILES = SEARCHED.replace(block=(BLOCK_SIZE, BLOCK_SIZE), search=(-2, -1, 1))
 """In 16x16 tiles other neighbours win: 256 elements fill the grid, and a smaller scale clips few of them."""
+RAZER = NEAREST.replace(element=E2M1_RAZER, rounding=RoundingMode.ZERO)
+"""RaZeR's cast of activations: each block has one more value, 5 or -5."""
 ONE = NEAREST.replace(outer=Outer.NONE, outer_amax=1.0)
 """For values up to 1, as in normalized models: no pass over the tensor to find its largest."""
 TWO_TERMS = NEAREST.replace(element=TWO_E2M1)
@@ -297,6 +300,12 @@ ZOO: dict[str, Row] = {
         lambda: _nvidia(fprop_input=SEARCHED, weight=same(SEARCHED)),
         "arXiv 2605.12464 (block scales by least squared error); the rest is NVIDIA's",
         "five candidates, where the source tries more: 1% more error; weights 1x16",
+    ),
+    "nvfp4_razer": Row(
+        lambda: _nvidia(fprop_input=RAZER, weight=same(RAZER)),
+        "arXiv 2501.04052; NVFP4-RaZeR 42c18e1, `quant_nvfp4_razer_e4m3`; the rest is NVIDIA's",
+        "weights cast as inputs, where the source's may take 8 and -8 too, under E3M3 scales; no FP4 tensor core has the "
+        "format, so fprop and dgrad are products in BF16; no server reads it",
     ),
     "nvfp4_normalized": Row(
         lambda: LinearRecipe(

@@ -154,7 +154,33 @@ def _two_level(values: Tensor, amax: Tensor, spec: CastSpec, rng: Tensor | None,
     if spec.search:
         scale_inv = _searched(values, scale_inv, outer, spec)
     encode_scale = scaling.element_encode_scale(scaling.from_stored(scale_inv, spec.scale), outer)
-    return scale_inv, _elements(values, encode_scale, spec, rng, stream)
+    codes = _elements(values, encode_scale, spec, rng, stream)
+    if spec.element.special:
+        return _special(_multiply(values, encode_scale, spec), codes, scale_inv, spec)
+    return scale_inv, codes
+
+
+def _special(scaled: Tensor, codes: Tensor, scale_inv: Tensor, spec: CastSpec) -> tuple[Tensor, Tensor]:
+    """Signed block scales, and codes with the special one for elements that are next to the value of their block's sign.
+
+    ``reach - distance`` is how much squared error an element would lose, in units of four times the reach; of all
+    elements of a block the sum is exact. What gains as much by either sign takes the negative, as the source tries it
+    first.
+
+    Args:
+        scaled: FP32 [rows, cols], what ``codes`` encode.
+    """
+    rows, blocks = scale_inv.shape
+    height, reach = spec.block[0], spec.element.special_reach
+    distance = (scaled.abs() - spec.element.special).abs()
+    is_near, is_negative = distance <= reach, scaled < 0
+    gains = torch.where(is_near, (reach - distance).copysign(scaled), 0.0).double()
+    gains = torch.nn.functional.pad(gains.view(rows, blocks, -1).sum(2), (0, 0, 0, -rows % height))
+    gains = gains.unflatten(0, (-1, height)).sum(1).repeat_interleave(height, dim=0)[:rows]
+    is_minus = (gains <= 0) & ~scale_inv.float().isnan()
+    is_special = is_near & (is_negative == is_minus.repeat_interleave(spec.block[1], dim=1))
+    signed = scale_inv.view(torch.uint8) | is_minus.to(torch.uint8) << 7
+    return signed.view(torch.float8_e4m3fn), torch.where(is_special, 1 << spec.element.bits - 1, codes)
 
 
 def _searched(values: Tensor, nominal: Tensor, outer: Tensor, spec: CastSpec) -> Tensor:
@@ -336,10 +362,14 @@ def _aligned(values: Tensor, amax: Tensor | None, spec: CastSpec, rng: Tensor | 
 def decode(codes: Tensor, scale_inv: Tensor, spec: CastSpec) -> Tensor:
     """``element * block scale`` without the outer factor: FP32 [rows, padded cols].
 
-    For E2M1 with E4M3 scales at most 6 significant bits are set, so the values are exact in BF16.
+    For E2M1 with E4M3 scales at most 6 significant bits are set, so the values are exact in BF16; 7 with special ones.
     """
     decoder = rounding.decode_packed if spec.element.storage_bits == 4 else rounding.decode
-    return _multiply(decoder(codes, spec.element), _decode_scale(scale_inv, spec, codes.shape[0]), spec)
+    elements, scale = decoder(codes, spec.element), _decode_scale(scale_inv, spec, codes.shape[0])
+    if spec.element.special:  # the sign of the scale is theirs alone
+        is_special = elements == spec.element.special
+        return torch.where(is_special, _multiply(elements, scale, spec), _multiply(elements, scale.abs(), spec))
+    return _multiply(elements, scale, spec)
 
 
 def outer_factor(amax: Tensor, spec: CastSpec) -> Tensor:
@@ -354,7 +384,7 @@ def within_range(x: Tensor, cast: Cast, spec: CastSpec) -> Tensor:
     Bool [rows, padded cols], of what was quantized: rotated where the cast rotates, by signs that are not fresh.
     """
     values = prepare(x, spec, None, 0)
-    limit = _decode_scale(cast.scale_inv, spec, values.shape[0]) * spec.element.max_value
+    limit = _decode_scale(cast.scale_inv, spec, values.shape[0]).abs() * spec.element.max_value
     limit = _multiply(torch.ones_like(values), limit, spec) * outer_factor(cast.amax, spec)
     return (values == 0) | (values.abs() < limit)  # the scale of a block of zeros may be 0
 

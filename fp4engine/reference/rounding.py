@@ -20,7 +20,8 @@ def encode(values: Tensor, element: ElementFormat, rounding: RoundingMode, rando
     """Codes of ``values``, saturating at the format's largest magnitude.
 
     A negative value that rounds to zero keeps its sign bit; -0.0 becomes code 0, and so does NaN (whose scale is
-    then NaN). See :func:`_stochastic` for ``random`` and ``bits``. Of two terms, the second encodes eight times what
+    then NaN). A format with a special value has no code for -0: what rounds to it becomes code 0, and nothing becomes
+    special here. See :func:`_stochastic` for ``random`` and ``bits``. Of two terms, the second encodes eight times what
     the first leaves, which is exact in FP32.
 
     Args:
@@ -43,6 +44,8 @@ def encode(values: Tensor, element: ElementFormat, rounding: RoundingMode, rando
         code = _stochastic(magnitude, element, random, bits)
     else:
         code = _deterministic(magnitude, element, rounding)
+    if element.special:
+        negative = torch.where(code == 0, 0, negative)
     return code.sub_(negative, alpha=1 << element.bits - 1).to(torch.uint8)
 
 
@@ -96,7 +99,10 @@ def _table(element: ElementFormat, device: torch.device) -> Tensor:
         term = _table(element.term, device)
         return (term + term[:, None] / SECOND_TERM).flatten()
     positive = torch.tensor(_values_of(element), device=device, dtype=torch.float32)
-    return torch.cat([positive, -positive])
+    negative = -positive
+    if element.special:
+        negative[0] = element.special
+    return torch.cat([positive, negative])
 
 
 @cache
@@ -107,7 +113,7 @@ def _pairs(element: ElementFormat, device: torch.device) -> Tensor:
 
 
 def decode(codes: Tensor, element: ElementFormat) -> Tensor:
-    """FP32 values of uint8 ``codes``, exact."""
+    """FP32 values of uint8 ``codes``, exact; of the special code its magnitude."""
     return _table(element, codes.device).index_select(0, codes.int().flatten()).view(codes.shape)
 
 
