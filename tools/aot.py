@@ -131,6 +131,8 @@ BLOCK_CASTS = (
     ("ufp4", "grad_output", 0, "codes"),
     ("amdfp4", "weight", 0, "codes"),
     ("nvfp4_two_term_input", "input", 0, "values"),
+    ("nvfp4_razer", "input", 0, "codes"),
+    ("nvfp4_razer", "weight", 1, "values"),
     ("amdfp4", "grad_output", 1, "values"),
     ("mxfp4", "grad_output", 1, "values"),
     ("mxfp4_hadamard", "weight", 1, "codes"),

@@ -41,6 +41,8 @@ from fp4engine.kernels.encode import (
 from fp4engine.kernels.rotate import rotate_blocks, round_to
 
 GAUSSIAN_VARIANCE = tl.constexpr(_GAUSSIAN_VARIANCE)
+GAINS = tl.constexpr(2.0**21)
+"""In one: what a special value gains is a whole number of last places of FP32 from 4 to 8."""
 
 
 @triton.jit
@@ -196,7 +198,7 @@ def from_stored(stored, CAST: tl.constexpr, HARDWARE: tl.constexpr):
     if CAST.scale == "ue5m3":
         GRID: tl.constexpr = CAST.scale_grid
         return tl.where(stored == 0xFF, float("nan"), decode_element(stored.to(tl.uint32), GRID))
-    elif CAST.grid.special:
+    elif CAST.grid.special > 0:
         value = from_e4m3(stored & 0x7F, HARDWARE)
         return tl.where(stored > 0x7F, -value, value)
     else:
@@ -246,27 +248,23 @@ def decode_tile(codes, CAST: tl.constexpr):
 @triton.jit
 def times_scale(value, scale, CAST: tl.constexpr):
     """What :func:`decode_tile` gave, times the scale of its block, whose sign is of special values alone."""
-    if CAST.grid.special:
+    if CAST.grid.special > 0:
         scale = tl.where(value == CAST.grid.special, scale, tl.abs(scale))
     return value * scale
 
 
 @triton.jit
 def with_special(v, codes, stored, CAST: tl.constexpr, COLS: tl.constexpr):
-    """Signed bits of block scales, and codes of ``v`` with the special one; see the reference's ``_special``.
-
-    Gains are whole numbers here: the last place of what is from 4 to 8 is 2^-21.
-    """
+    """Signed bits of block scales, and codes of ``v`` with the special one; see the reference's ``_special``."""
     SPECIAL: tl.constexpr = CAST.grid.special
     REACH: tl.constexpr = CAST.grid.reach
-    UNIT: tl.constexpr = 2.0**21
     BLOCKS: tl.constexpr = v[0].numel * 16 // CAST.width
     SHARE: tl.constexpr = CAST.width // 16
     TILES: tl.constexpr = BLOCKS // (CAST.height * COLS)
     gains = tl.zeros_like(v[0]).to(tl.int32)
     for i in tl.static_range(16):
         gain = tl.maximum(REACH - tl.abs(tl.abs(v[i]) - SPECIAL), 0.0)
-        gain = (tl.where(v[i] == v[i], gain, 0.0) * UNIT).to(tl.int32)
+        gain = (tl.where(v[i] == v[i], gain, 0.0) * GAINS).to(tl.int32)
         gains += tl.where(v[i] < 0, -gain, gain)
     gains = tl.sum(tl.reshape(gains, [TILES, CAST.height, COLS, SHARE]), axis=3)
     gains = tl.sum(gains, axis=1, keep_dims=True)
@@ -442,7 +440,7 @@ def cast_tile(
             stored, decode_scale, encode_scale = power_of_two(y, block, CAST)
         v = scaled(y, repeat(encode_scale, SHARE))
         codes = encode(v, random, CAST)
-        if CAST.grid.special:
+        if CAST.grid.special > 0:
             stored, codes = with_special(v, codes, stored, CAST, COLS)
             decode_scale = from_stored(stored, CAST, HARDWARE)
     if CAST.correction == "eden":

@@ -108,7 +108,7 @@ def encode_term(v, random, GRID: tl.constexpr, ROUNDING: tl.constexpr, RANDOM_BI
                 steps += (above > 0.5).to(tl.int32)
         code = ((exponent - (128 - GRID.bias)) << GRID.mantissa) + steps
     sign = (v < 0).to(tl.uint32) << (GRID.bits - 1)
-    if GRID.special:
+    if GRID.special > 0:
         sign = tl.where(code == 0, 0, sign)
     return tl.minimum(code, GRID.largest_code).to(tl.uint32, bitcast=True) | sign
 
@@ -137,7 +137,7 @@ def decode_element(code, GRID: tl.constexpr):
         value = decode_term(code & BELOW, GRID) + decode_term(code >> GRID.bits, GRID) * EIGHTH
     else:
         value = decode_term(code, GRID)
-    if GRID.special:
+    if GRID.special > 0:
         value = tl.where(code == 1 << (GRID.bits - 1), GRID.special, value)
     return value
 

@@ -304,8 +304,8 @@ ZOO: dict[str, Row] = {
     "nvfp4_razer": Row(
         lambda: _nvidia(fprop_input=RAZER, weight=same(RAZER)),
         "arXiv 2501.04052; NVFP4-RaZeR 42c18e1, `quant_nvfp4_razer_e4m3`; the rest is NVIDIA's",
-        "weights cast as inputs, where the source's may take 8 and -8 too, under E3M3 scales; no FP4 tensor core has the "
-        "format, so fprop and dgrad are products in BF16; no server reads it",
+        "weights cast as inputs, where the source's may take 8 and -8 too, under E3M3 scales; fprop and dgrad are "
+        "products in BF16: no FP4 tensor core has the format, and no server reads it",
     ),
     "nvfp4_normalized": Row(
         lambda: LinearRecipe(

@@ -161,11 +161,10 @@ def _two_level(values: Tensor, amax: Tensor, spec: CastSpec, rng: Tensor | None,
 
 
 def _special(scaled: Tensor, codes: Tensor, scale_inv: Tensor, spec: CastSpec) -> tuple[Tensor, Tensor]:
-    """Signed block scales, and codes with the special one for elements that are next to the value of their block's sign.
+    """Block scales with the sign of the block's special value, and codes with the special one where that is nearest.
 
-    ``reach - distance`` is how much squared error an element would lose, in units of four times the reach; of all
-    elements of a block the sum is exact. What gains as much by either sign takes the negative, as the source tries it
-    first.
+    ``reach - distance``, in units of ``4 * reach``, is the squared error that the special value saves an element. Sums
+    of it are exact. A block that saves as much by either sign takes the negative: the source tries it first.
 
     Args:
         scaled: FP32 [rows, cols], what ``codes`` encode.
@@ -175,7 +174,7 @@ def _special(scaled: Tensor, codes: Tensor, scale_inv: Tensor, spec: CastSpec) -
     distance = (scaled.abs() - spec.element.special).abs()
     is_near, is_negative = distance <= reach, scaled < 0
     gains = torch.where(is_near, (reach - distance).copysign(scaled), 0.0).double()
-    gains = torch.nn.functional.pad(gains.view(rows, blocks, -1).sum(2), (0, 0, 0, -rows % height))
+    gains = torch.nn.functional.pad(gains.view(rows, blocks, spec.block[1]).sum(2), (0, 0, 0, -rows % height))
     gains = gains.unflatten(0, (-1, height)).sum(1).repeat_interleave(height, dim=0)[:rows]
     is_minus = (gains <= 0) & ~scale_inv.float().isnan()
     is_special = is_near & (is_negative == is_minus.repeat_interleave(spec.block[1], dim=1))

@@ -52,6 +52,8 @@ def relative_mse(got: Tensor, want: Tensor) -> float:
         pytest.param(FOUR_OVER_SIX.replace(scale_rule=ScaleRule.FOUR_OVER_SIX_MAE), 7.80, 0.05, id="4over6 mae"),
         pytest.param(TILES, 12.40, 0.05, id="nearest 16x16"),
         pytest.param(zoo.SEARCHED, 6.70, 0.01, id="searched scales"),
+        pytest.param(zoo.RAZER, 6.22, 0.01, id="razer"),
+        pytest.param(zoo.RAZER.replace(block=(16, 16)), 10.87, 0.05, id="razer 16x16"),
         pytest.param(zoo.SEARCHED_TILES, 11.39, 0.05, id="searched scales 16x16"),
         pytest.param(EVERY, 6.60, 0.02, id="every scale that ever wins"),
         pytest.param(STOCHASTIC, 18.87, 0.15, id="stochastic"),

@@ -176,6 +176,7 @@ def test_a_field_of_recipes() -> None:
         ("mxfp4", "input.rowwise is e2m1 1x32 topbinade"),
         ("amdfp4", "input.rowwise is e2m1 1x16 ue5m3"),
         ("nvfp4_two_term_input", "input.rowwise is 2e2m1 1x16"),
+        ("nvfp4_razer", "input.rowwise is e2m1_razer 1x16"),
         ("tetrajet2", "input.rowwise is e2m1 1x16 outer 1x128"),
         ("nvfp4_weight_only", "input.rowwise is not quantized"),
     ],

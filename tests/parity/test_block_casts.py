@@ -17,6 +17,7 @@ from fp4engine.capability import is_hopper
 from fp4engine.formats import (
     E1M2,
     E2M1,
+    E2M1_RAZER,
     E2M3,
     E3M2,
     E4M3,
@@ -83,6 +84,8 @@ OTHERS = (
     CastSpec(search=(-1, 4), rounding=RoundingMode.AWAY, rotation=Rotation(32), correction=Correction.SCALAR),
     CastSpec(search=(-2, 1), block=(32, 16), outer=Outer.BLOCK128),
     CastSpec(search=(-1, 5), outer=Outer.NONE),
+    CastSpec(E2M1_RAZER, (16, 16), outer=Outer.ROW),
+    CastSpec(E2M1_RAZER, (32, 32), outer=Outer.BLOCK128, rotation=Rotation(32), rounding=RoundingMode.AWAY),
     CastSpec(scale=UE5M3, outer=Outer.NONE, outer_amax=3.0, block=(32, 32)),
     CastSpec(outer=Outer.ROWS128, rotation=Rotation(32, Signs.REPEATED), rounding=RoundingMode.AWAY),
     CastSpec(outer=Outer.NONE),
@@ -102,6 +105,7 @@ MAIN = tuple(
         ("amdfp4", "input", "rowwise"),
         ("nvfp4_fp_quant", "input", "rowwise"),
         ("nvfp4_two_term_input", "input", "rowwise"),
+        ("nvfp4_razer", "input", "rowwise"),
         ("quartet", "input", "rowwise"),
         ("mxfp4_tseng", "grad_output", "columnwise"),
         ("mxfp8", "input", "rowwise"),
@@ -358,6 +362,8 @@ SPECIAL = {
     "FP8 blocks, powers of two": (fp8_block(E4M3, 1, power_of_two=True), fp8_block(E4M3, 1, power_of_two=True)),
     "two terms and one": (CastSpec(TWO_E2M1), CastSpec(scale_rule=ScaleRule.FOUR_OVER_SIX_MSE, scale_bound=256.0)),
     "two terms, by rows": (CastSpec(), CastSpec(TWO_E2M1, outer=Outer.ROW)),
+    "two terms and a special value": (CastSpec(TWO_E2M1), zoo.RAZER),
+    "a special value and 1x128 outer": (zoo.RAZER, CastSpec(E2M1_RAZER, outer=Outer.BLOCK128)),
 }
 """Products that BF16 values without factors do not make."""
 

@@ -59,7 +59,7 @@ class Cast(NamedTuple):
     @property
     def values(self) -> Tensor:
         width = self.elements.shape[1] // self.scales.shape[1]
-        return self.elements * self.scales.repeat_interleave(width, 1) * self.factor
+        return self.elements * self.scales.abs().repeat_interleave(width, 1) * self.factor
 
 
 Transcription = Callable[[Tensor, Draws], Cast]
@@ -69,11 +69,11 @@ Transcription = Callable[[Tensor, Draws], Cast]
 
 
 def nearest(v: Tensor, grid: Tensor, ties: str) -> Tensor:
-    """The closer neighbour on ``grid``, saturating; ties to the even index or away from zero."""
+    """The closer neighbour on ``grid``, saturating; ties to the even index, away from zero or toward it."""
     a = v.abs().clamp(max=float(grid[-1]))
     high = torch.searchsorted(grid, a).clamp(1, len(grid) - 1)
     below, above = a - grid[high - 1], grid[high] - a
-    up = (above < below) | ((above == below) & ((high % 2 == 0) if ties == "even" else True))
+    up = (above < below) | ((above == below) & ((high % 2 == 0) if ties == "even" else ties == "away"))
     return grid[torch.where(up, high, high - 1)].copysign(v)
 
 
@@ -198,6 +198,22 @@ def fp_quant(x: Tensor, draws: Draws) -> Cast:
     for threshold, value in ((0.25, 0.5), (0.75, 1), (1.25, 1.5), (1.75, 2), (2.5, 3), (3.5, 4), (5.0, 6)):
         elements[v.abs() > threshold] = value
     return Cast(elements.copysign(x), scales, fp32(0.1), exact=False)
+
+
+def razer(x: Tensor, draws: Draws) -> Cast:
+    """NVFP4-RaZeR 42c18e1, quant_nvfp4_razer_e4m3: -5 and then 5 beside the grid, 5 if its error is the smaller one."""
+    encode = fp32(2688.0) / x.abs().max()
+    scales = e4m3(block_amax(x, 16) * (encode * fp32(1 / 6)))
+    v = x * spread(fp32(1.0) / (scales * (fp32(1.0) / encode)), x)
+    usual = nearest(v, E2M1, "toward zero")
+    minus, plus = (torch.where((v - usual).abs() < (v - special).abs(), usual, special) for special in (-5.0, 5.0))
+    errors = [blocks_of((cast.double() - v).square(), 16).sum(2) for cast in (minus, plus)]
+    take = errors[1] < errors[0]
+    return Cast(
+        torch.where(spread(take, x), plus, minus),
+        scales.copysign(torch.where(take, 1.0, -1.0)),
+        x.abs().max() / fp32(2688.0),
+    )
 
 
 def two_terms(x: Tensor, draws: Draws) -> Cast:
@@ -503,6 +519,7 @@ SOURCES: dict[str, tuple[Role, Role, Role]] = {
         wgrad(partial(four_over_six, mse=True, sr=True)),
     ),
     "nvfp4_scale_search": ((scale_search, rotated(16, FIXED, nvfp4), OWN), both(scale_search), wgrad(STOCHASTIC)),
+    "nvfp4_razer": ((razer, rotated(16, FIXED, nvfp4), OWN), both(razer), wgrad(STOCHASTIC)),
     "nvfp4_normalized": (both(normalized), both(partial(normalized, tile=16)), both(STOCHASTIC)),
     "nvfp4_guarded": nvidia(gradient=guarded),
     "nvfp4_1d_weight": nvidia(weight=(nvfp4, nvfp4, SAVED)),

@@ -234,6 +234,7 @@ def test_calibration_refuses_to_guess() -> None:
     ("recipe", "words"),
     [
         (zoo.make("mxfp6"), "its elements, scales or blocks are none that servers read"),
+        (zoo.make("nvfp4_razer"), "its elements, scales or blocks are none that servers read"),
         (zoo.make("quartet"), "it is rotated"),
         (zoo.make("fp8_delayed"), "its scale comes from earlier steps"),
         (LinearRecipe(weight=Casts(CastSpec(outer=Outer.ROW))), "its outer scale is by row"),

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from fp4engine.formats import (
     E1M2,
+    E2M1_RAZER,
     E4M3,
     E8M0,
     FORMATS,
@@ -102,6 +103,16 @@ def test_other_strings_are_no_keys(key: str) -> None:
         ({"element": TWO_E2M1, "rounding": RoundingMode.STOCHASTIC}, "2e2m1 is rounded to nearest"),
         ({"element": TWO_E2M1, "correction": Correction.SCALAR}, "2e2m1 is rounded to nearest"),
         ({"element": TWO_E2M1, "outer": Outer.BLOCK128}, "no room for outer=1x128"),
+        ({"element": E2M1_RAZER, "scale": UE5M3}, "e2m1_razer needs scale=e4m3, whose sign bit it takes, .* got ue5m3"),
+        (
+            {"element": E2M1_RAZER, "scale_rule": ScaleRule.ALIGNED},
+            "e2m1_razer needs .* scale_rule=amax, got .* aligned",
+        ),
+        ({"element": E2M1_RAZER, "search": (1,)}, "search needs element=e2m1"),
+        ({"element": E2M1_RAZER, "rounding": RoundingMode.STOCHASTIC}, "e2m1_razer compares .* rounding=stochastic"),
+        ({"element": E2M1_RAZER, "rounding": RoundingMode.TRUNCATE}, "e2m1_razer compares .* rounding=truncate"),
+        ({"element": E2M1_RAZER, "correction": Correction.SCALAR}, "e2m1_razer compares .* correction=scalar"),
+        ({"element": E2M1_RAZER, "block": (16, 128)}, "at most 1024 elements"),
         ({"outer_amax": 1.0}, "outer_amax is for outer=none with e4m3 or ue5m3 scales, got outer=tensor"),
         ({"outer_amax": 0.0, "outer": Outer.NONE}, "outer_amax must be positive, .* got 0.0"),
         ({"outer_amax": float("nan"), "outer": Outer.NONE}, "outer_amax must be positive, .* got nan"),
