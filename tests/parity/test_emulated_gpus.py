@@ -16,7 +16,7 @@ from fp4engine import ops, reference
 from fp4engine.formats import E4M3, E5M2, CastSpec, fp8, fp8_block
 from fp4engine.kernels import compiling
 from fp4engine.kernels.launch import Launch
-from fp4engine.recipe import Float8CurrentScaling, NVFP4BlockScaling
+from fp4engine.recipe import Float8CurrentScaling, NVFP4BlockScaling, zoo
 from tests.emulated_gpu import emulated
 from tests.parity import test_block_casts as block_casts
 from tests.parity import test_gemm_kernel as gemm
@@ -91,6 +91,7 @@ def test_fp8_of_an_infinity(capability):
     [
         (80, "e2m1:1x32:e8m0:std:1.0:6.0:none:zero:8:rht32-none:none", torch.float16),
         (89, "e2m1:1x16:e4m3:aligned:256.0:6.072106261859582:tensor:even:8:rht128-dgrad:eden16", BF16),
+        (90, zoo.RAZER.key, BF16),
     ],
 )
 def test_casts_into_blocks(capability, key, dtype):

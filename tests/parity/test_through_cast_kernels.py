@@ -21,6 +21,7 @@ SPECS = {
     "tiles": CastSpec(block=(16, 16), scale_bound=100.0),
     "row": CastSpec(outer=Outer.ROW, scale_bound=100.0, rounding=RoundingMode.ZERO),
     "1x128": CastSpec(outer=Outer.BLOCK128, scale_bound=100.0, rotation=Rotation(128, Signs.NONE)),
+    "a special value": zoo.RAZER.replace(scale_bound=100.0),
 }
 """Casts that saturate somewhere."""
 
