@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import lru_cache, partial
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -304,16 +305,18 @@ def _recasts_shared(call: Call) -> bool:
 
 
 def _beside(call: Call, requests: Sequence[Request], tensors: list[Any]) -> tuple[Names, Pasts]:
-    """Add to ``tensors`` what casts are scaled by beside their own amaxes: what ranks share, or histories say."""
+    """Add to ``tensors`` what casts are scaled by beside their own amaxes: what ranks share, is held, or histories say."""
     names: list[str] = []
     pasts: list[tuple[TensorType, Past]] = []
-    if call.shards is not None:
-        amaxes = iter(shared_amaxes(requests, call.shards))
-        for request in requests:
-            for side in ("row", "col"):
-                if (amax := next(amaxes)) is not None:
-                    names.append(f"{request.role} {side}")
-                    tensors.append(amax)
+    amaxes = repeat(None) if call.shards is None else iter(shared_amaxes(requests, call.shards))
+    for role, quantizer, tensor, *_ in requests:
+        sides = {f"{role} row": next(amaxes), f"{role} col": next(amaxes)}
+        if call.plan.is_stateful and (held := quantizer.given_amax(tensor, sides[f"{role} row"])) is not None:
+            sides = dict.fromkeys(sides, held)
+        for name, amax in sides.items():
+            if amax is not None:
+                names.append(name)
+                tensors.append(amax)
     if call.plan.is_stateful:
         for request in requests:
             if (memory := request.quantizer.recall(request.tensor.device)) is not None:

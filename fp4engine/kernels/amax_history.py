@@ -65,6 +65,19 @@ def record_kernel(
     tl.store(out_ptr, recall(amax_ptr, current))
 
 
+@triton.jit
+def hold_kernel(due_ptr, amax_ptr, now_ptr, current_ptr, out_ptr, hold, one):
+    """:func:`fp4engine.reference.hold_amax`, in one program."""
+    due, now, current = tl.load(due_ptr), tl.load(now_ptr), tl.load(current_ptr)
+    is_finite = tl.abs(current) < INFINITY
+    samples = (now >= due) & is_finite
+    amax = tl.where(samples, tl.where(current > 0.0, current, one), tl.load(amax_ptr))
+    tl.debug_barrier()  # every thread has read before one writes
+    tl.store(amax_ptr, amax)
+    tl.store(due_ptr, tl.where(samples, now + hold, due))
+    tl.store(out_ptr, tl.where(is_finite, amax, current))
+
+
 class Past(NamedTuple):
     """What a launch may depend on of delayed scaling's memory of a tensor.
 
@@ -124,4 +137,20 @@ def record_amax(values: Tensor, amax: Tensor, current: Tensor, choice: str, chos
     """As :func:`fp4engine.reference.record_amax`."""
     past = Past.of(values, amax, choice)
     (out,) = resolve_record(past, meta_of(current), meta_of(chosen), values.device)(values, amax, current, chosen)
+    return out
+
+
+@resolver
+def resolve_hold(metas: tuple[TensorMeta, ...], device: torch.device, hold: int, one: float) -> Launch:
+    """``(due, amax, now, current) -> scale's amax``; writes the first two."""
+    builder = LaunchBuilder(device, inputs=len(metas))
+    out = builder.buffer((1,), torch.float32)
+    builder.step(hold_kernel, 1, *builder.inputs, out, hold, one, num_warps=1)
+    return builder.launch(out)
+
+
+def hold_amax(due: Tensor, amax: Tensor, now: Tensor, current: Tensor, hold: int, one: float) -> Tensor:
+    """As :func:`fp4engine.reference.hold_amax`."""
+    tensors = due, amax, now, current
+    (out,) = resolve_hold(tuple([meta_of(tensor) for tensor in tensors]), due.device, hold, one)(*tensors)
     return out

@@ -1,4 +1,4 @@
-"""What delayed scaling remembers, as plain values to save beside a ``state_dict`` and to restore."""
+"""What delayed and held scaling remember, as plain values to save beside a ``state_dict`` and to restore."""
 
 from typing import Any
 

@@ -1,7 +1,7 @@
 """The seam: operations on plain tensors that validate, choose a backend and call it."""
 
 from fp4engine.kernels.source import Source
-from fp4engine.ops.amax_history import Memory, record_amax
+from fp4engine.ops.amax_history import Memory, hold_amax, optimizer_stepped, optimizer_steps, record_amax
 from fp4engine.ops.backend import executed_paths, refusals, refuse, reset_executed_paths
 from fp4engine.ops.cast import (
     Form,
@@ -81,12 +81,15 @@ __all__ = [
     "grouped_wgrad",
     "grouped_wgrad_accumulate",
     "groups_named",
+    "hold_amax",
     "is_replaying",
     "is_transposable",
     "largest_magnitudes",
     "manual_seed",
     "names_of",
     "next_draw",
+    "optimizer_stepped",
+    "optimizer_steps",
     "packed_amaxes",
     "placed",
     "quantize",

@@ -1,11 +1,15 @@
-"""Delayed scaling's memory of one tensor, on whatever device it lies."""
+"""Delayed and held scaling's memory of one tensor, on whatever device it lies; and the count of optimizer steps."""
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from fp4engine import reference
 from fp4engine.ops import backend as backends
+from fp4engine.ops.operation import Output, define, is_plain
+from fp4engine.private import backward_pass
+from fp4engine.steps import hear_steps
 
 
 class Memory(NamedTuple):
@@ -38,3 +42,88 @@ def record_amax(
 
         return record_by_kernel(values, amax, current, choice, chosen)
     return reference.record_amax(values, amax, current, choice, chosen)
+
+
+class _Count:
+    """How many optimizer steps have been counted.
+
+    Attributes:
+        steps: the count.
+        is_over: whether an optimizer has stepped since; the next cast outside a backward pass counts it. So several
+            optimizers that step one after the other are one step, and so is one inside each layer's backward pass.
+        shown: ``device -> the count on it, int64 [1], and what it shows``.
+    """
+
+    def __init__(self) -> None:
+        self.steps, self.is_over = 0, False
+        self.shown: dict[torch.device, tuple[Tensor, int]] = {}
+
+    def on(self, device: torch.device) -> Tensor:
+        """The count at a cast that begins now.
+
+        Raises:
+            RuntimeError: a CUDA graph is captured, whose replays would not count.
+        """
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "HeldScaling counts optimizer steps on the host, which a CUDA graph does not replay; leave its layers "
+                "out of the graph, or use another recipe"
+            )
+        if self.is_over and backward_pass() == -1:
+            self.steps, self.is_over = self.steps + 1, False
+        tensor, shown = self.shown.get(device, (None, -1))
+        with torch.inference_mode(False):
+            if tensor is None:
+                tensor = torch.zeros(1, dtype=torch.int64, device=device)
+            if shown != self.steps:
+                tensor.fill_(self.steps)
+        self.shown[device] = tensor, self.steps
+        return tensor
+
+
+_count = _Count()
+
+
+def optimizer_stepped(*_: object) -> None:
+    """Tell layers under :class:`~fp4engine.recipe.HeldScaling` that an optimizer step is over.
+
+    Optimizers of ``torch.optim`` and their subclasses tell by themselves; after a step of another one, call this.
+    """
+    _count.is_over = True
+
+
+hear_steps(optimizer_stepped)
+
+
+def optimizer_steps() -> int:
+    """How many optimizer steps are over; several without a forward between them are one."""
+    return _count.steps + _count.is_over
+
+
+def hold_amax(due: Tensor, amax: Tensor, current: Tensor, hold: int, one: float, backend: str = "auto") -> Tensor:
+    """Sample ``current`` if that is due, and return what the tensor is scaled by: :func:`fp4engine.reference.hold_amax`.
+
+    Args:
+        due: int64 [1]; amax, current: FP32 [1]; the first two are written in place.
+        hold: optimizer steps for which a sample is held.
+        one: the amax that makes the outer scale one.
+        backend: see :func:`fp4engine.ops.backend.choose`.
+    """
+    run = _hold_amax if is_plain(current) else torch.ops.fp4engine.hold_amax
+    return run(due, amax, current, hold, one, backend)
+
+
+def _hold_amax(due: Tensor, amax: Tensor, current: Tensor, hold: int, one: float, backend: str) -> Tensor:
+    now = _count.on(due.device)
+    if backends.choose("hold_amax", due.device, backend, (), backends.always) == "triton":
+        from fp4engine.kernels.amax_history import hold_amax as hold_by_kernel
+
+        return hold_by_kernel(due, amax, now, current, hold, one)
+    return reference.hold_amax(due, amax, now, current, hold, one)
+
+
+def _hold_amax_outputs() -> list[Output]:
+    return [Output((1,), torch.float32)]
+
+
+define(_hold_amax, _hold_amax_outputs, mutates_args=("due", "amax"))

@@ -117,6 +117,16 @@ class Quantizer:
         """
         return None
 
+    def given_amax(self, x: Tensor, shared: Tensor | None) -> Tensor | None:
+        """The amax [1] that a launch is given to cast both sides of ``x`` by; None for what it finds or recalls itself.
+
+        To be called once for each cast, which has to follow: it counts as a part of it.
+
+        Args:
+            shared: the amax of ``x`` if ranks share it.
+        """
+        return None
+
     def remembering_in(self, memory: dict[str, Any], tensor_type: str) -> "Quantizer":
         """The same quantizer with its amax history kept in ``memory``; itself if it has none."""
         return self

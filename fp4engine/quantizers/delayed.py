@@ -1,11 +1,11 @@
-"""FP8 with scales from earlier steps: the only quantizer with a memory."""
+"""FP8 with scales from earlier steps, and what it shares with other quantizers that have a memory."""
 
 import copy
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -126,7 +126,10 @@ class AmaxHistory:
         values: FP32 [length]; ``values[0]`` is the largest amax of the running step, and older steps follow.
         amax: FP32 [1], the amax that scales of the running step are made from.
         ended: whether the step that ``values[0]`` belongs to is over.
+        kept_by: the recipe whose memory it is, for errors.
     """
+
+    kept_by = "DelayedScaling"
 
     def __init__(self, length: int, amax: float) -> None:
         with torch.inference_mode(False):  # a history made under inference_mode could not be written outside it
@@ -278,19 +281,17 @@ class AmaxHistory:
 
 
 @dataclass(frozen=True)
-class DelayedQuantizer(Quantizer):
-    """Scales both operands by one amax from ``history``. Compares by its casts and recipe.
+class RememberingQuantizer(Quantizer):
+    """Scales both operands by one amax from a memory of earlier steps.
 
     Attributes:
-        recipe: how the amax is chosen.
-        history: the amax history of this tensor.
-        memory: the histories of the module's tensors, which take part in the same steps.
+        history: the memory of this tensor.
+        memory: those of the module's tensors, which take part in the same steps.
         turn: the choice of an amax to scale by; the history is then left alone. None is the choice of the running step,
             and the tensor's amax is noted in the history.
         evaluates: whether it is noted in a copy of the history instead, which is then forgotten.
     """
 
-    recipe: DelayedScaling = field(default_factory=DelayedScaling)
     history: AmaxHistory | None = field(default=None, compare=False, repr=False)
     memory: Memory = field(default_factory=dict[str, AmaxHistory], compare=False, repr=False)
     turn: Turn | None = field(default=None, compare=False, repr=False)
@@ -304,18 +305,17 @@ class DelayedQuantizer(Quantizer):
             self.memory[""] = history
 
     def _new_history(self) -> AmaxHistory:
-        assert self.rowwise_spec is not None
-        return AmaxHistory(self.recipe.amax_history_len, self.rowwise_spec.numerator)
+        raise NotImplementedError
 
-    def unrecorded(self) -> "DelayedQuantizer":
-        """The same quantizer, which does not add to its history."""
-        return replace(self, turn=Turn())
+    def _choose(self, current: Tensor) -> Tensor:
+        """The amax [1] to scale a tensor by whose own is ``current``, which is noted."""
+        raise NotImplementedError
 
-    def evaluating(self) -> "DelayedQuantizer":
+    def evaluating(self) -> Self:
         """The same quantizer for evaluation: it does what the next forward would do, and leaves the history alone."""
         return replace(self, evaluates=True)
 
-    def repeating(self, noted: Sequence[Turns]) -> "DelayedQuantizer":
+    def repeating(self, noted: Sequence[Turns]) -> Self:
         """The same quantizer for a forward that is recomputed: scaled as at first, and recorded already.
 
         Raises:
@@ -326,9 +326,9 @@ class DelayedQuantizer(Quantizer):
         if len(turns) != 1:
             known = "was scaled in several steps" if turns else "is not known"
             raise RuntimeError(
-                "DelayedScaling: a forward runs inside a backward pass, and has to be scaled as the forward that it "
-                f"repeats, which {known}; use fp4engine.checkpoint around one autocast region at most, without another "
-                "kind of checkpoint around it"
+                f"{self.history.kept_by}: a forward runs inside a backward pass, and has to be scaled as the forward "
+                f"that it repeats, which {known}; use fp4engine.checkpoint around one autocast region at most, without "
+                "another kind of checkpoint around it"
             )
         return replace(self, turn=turns[0])
 
@@ -336,6 +336,63 @@ class DelayedQuantizer(Quantizer):
     def is_stateful(self) -> bool:
         """True: scales come from the history."""
         return True
+
+    def remembering_in(self, memory: dict[str, Any], tensor_type: str) -> Self:
+        """The same quantizer with the history that ``memory`` has for this role; a new one is added if it has none."""
+        new = self._new_history()
+        if type(memory.get(tensor_type)) is not type(new):  # of another recipe
+            memory[tensor_type] = new
+        return replace(self, history=memory[tensor_type], memory=memory)
+
+    def scaled_by(self, current: Tensor) -> Tensor:
+        """The amax [1] by which a tensor is cast whose own is ``current``."""
+        if self.turn is None:
+            return self._choose(current)
+        assert self.history is not None
+        return torch.where(current.isfinite(), self.history.amax_of(self.turn, current.device), current)
+
+    def quantize(
+        self, x: Tensor | ops.Source, *, rowwise_amax: Tensor | None = None, **arguments: Any
+    ) -> QuantizedTensor:
+        """As :meth:`Quantizer.quantize`; ``rowwise_amax`` is the amax to REMEMBER, by default the amax of ``x``."""
+        assert isinstance(x, Tensor)  # FusedInput.fuses refuses quantizers that do more than cast
+        if rowwise_amax is None:
+            rowwise_amax = self.own_amax(x)
+        else:
+            rows, cols = as_matrix(x).shape
+            ops.require_amax("rowwise_amax", rowwise_amax, self.rowwise_spec, rows, cols, x.device)
+        amax = self.scaled_by(rowwise_amax)
+        arguments["columnwise_amax"] = amax
+        return super().quantize(x, rowwise_amax=amax, **arguments)
+
+    def amax(self, x: Tensor, **sides: Any) -> tuple[Tensor | None, Tensor | None]:
+        """The amax to share over ranks before :meth:`quantize`."""
+        return self.own_amax(x), None
+
+    def own_amax(self, x: Tensor) -> Tensor:
+        """The amax [1] of ``x`` itself."""
+        amax, _ = ops.amax(as_matrix(x), self.rowwise_spec, None, stream=self.stream, backend=self.backend)
+        assert amax is not None
+        return amax
+
+
+@dataclass(frozen=True)
+class DelayedQuantizer(RememberingQuantizer):
+    """FP8 by amaxes of earlier steps. Compares by its casts and recipe.
+
+    Attributes:
+        recipe: how the amax is chosen.
+    """
+
+    recipe: DelayedScaling = field(default_factory=DelayedScaling)
+
+    def _new_history(self) -> AmaxHistory:
+        assert self.rowwise_spec is not None
+        return AmaxHistory(self.recipe.amax_history_len, self.rowwise_spec.numerator)
+
+    def unrecorded(self) -> "DelayedQuantizer":
+        """The same quantizer, which does not add to its history."""
+        return replace(self, turn=Turn())
 
     @property
     def joins_group(self) -> bool:
@@ -355,40 +412,9 @@ class DelayedQuantizer(Quantizer):
         history = self.history.apart(device) if self.evaluates else self.history.join(self.memory)
         return history.recall(device, self.recipe)
 
-    def remembering_in(self, memory: dict[str, Any], tensor_type: str) -> "DelayedQuantizer":
-        """The same quantizer with the history that ``memory`` has for this role; a new one is added if it has none."""
-        if tensor_type not in memory:
-            memory[tensor_type] = self._new_history()
-        return replace(self, history=memory[tensor_type], memory=memory)
-
-    def quantize(
-        self, x: Tensor | ops.Source, *, rowwise_amax: Tensor | None = None, **arguments: Any
-    ) -> QuantizedTensor:
-        """As :meth:`Quantizer.quantize`; ``rowwise_amax`` is the amax to REMEMBER, by default the amax of ``x``."""
+    def _choose(self, current: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             raise RuntimeError("DelayedScaling keeps amaxes between steps, which torch.compile cannot trace")
-        assert self.history is not None
-        assert isinstance(x, Tensor)  # FusedInput.fuses refuses quantizers that do more than cast
-        if rowwise_amax is None:
-            rowwise_amax = self._own_amax(x)
-        else:
-            rows, cols = as_matrix(x).shape
-            ops.require_amax("rowwise_amax", rowwise_amax, self.rowwise_spec, rows, cols, x.device)
-        if self.turn is None:
-            assert self.rowwise_spec is not None
-            history = self.history.apart(x.device) if self.evaluates else self.history.join(self.memory)
-            amax = history.record(rowwise_amax, self.recipe, self.rowwise_spec, self.backend)
-        else:
-            amax = self.history.amax_of(self.turn, rowwise_amax.device)
-            amax = torch.where(rowwise_amax.isfinite(), amax, rowwise_amax)
-        arguments["columnwise_amax"] = amax
-        return super().quantize(x, rowwise_amax=amax, **arguments)
-
-    def amax(self, x: Tensor, **sides: Any) -> tuple[Tensor | None, Tensor | None]:
-        """The amax to share over ranks before :meth:`quantize`."""
-        return self._own_amax(x), None
-
-    def _own_amax(self, x: Tensor) -> Tensor:
-        amax, _ = ops.amax(as_matrix(x), self.rowwise_spec, None, stream=self.stream, backend=self.backend)
-        assert amax is not None
-        return amax
+        assert self.history is not None and self.rowwise_spec is not None
+        history = self.history.apart(current.device) if self.evaluates else self.history.join(self.memory)
+        return history.record(current, self.recipe, self.rowwise_spec, self.backend)

@@ -3,8 +3,9 @@
 from fp4engine.arguments import require_one_of
 from fp4engine.quantizers.base import Quantizer
 from fp4engine.quantizers.delayed import DelayedQuantizer
+from fp4engine.quantizers.held import HeldQuantizer
 from fp4engine.quantizers.nvfp4 import NVFP4Quantizer
-from fp4engine.recipe import CustomRecipe, DelayedScaling, NVFP4BlockScaling, Recipe
+from fp4engine.recipe import CustomRecipe, DelayedScaling, HeldScaling, NVFP4BlockScaling, Recipe
 from fp4engine.roles import TENSOR_TYPES, QuantizerRole
 
 
@@ -29,6 +30,9 @@ def make_quantizer(recipe: Recipe, role: QuantizerRole) -> Quantizer:
     casts = recipe.casts(role.tensor_type)
     if isinstance(recipe, DelayedScaling):
         return DelayedQuantizer(casts.rowwise, casts.columnwise, stream=stream, backend=recipe.backend, recipe=recipe)
+    if isinstance(recipe, HeldScaling) and casts.rowwise is not None:
+        sides = casts.rowwise, casts.columnwise
+        return HeldQuantizer(*sides, "original", stream, recipe.backend, hold=recipe.hold)
     specs = casts.rowwise, casts.columnwise, casts.columnwise_source
     return Quantizer(*specs, stream, recipe.backend, clipped_gradient=casts.clipped_gradient)
 

@@ -14,7 +14,7 @@ from fp4engine.recipe.casts import Casts
 from fp4engine.recipe.custom import CustomRecipe
 from fp4engine.recipe.fp8 import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
 from fp4engine.recipe.identity import differences
-from fp4engine.recipe.linear import LinearRecipe, combine
+from fp4engine.recipe.linear import HeldScaling, LinearRecipe, combine
 from fp4engine.recipe.nvfp4 import NVFP4BlockScaling
 from fp4engine.recipe.rules import Rule, RuledRecipe, ScheduledRecipe, final_blocks
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from fp4engine.arguments import require_one_of
-from fp4engine.formats import CastSpec, Correction, OwnScaleRule, RoundingMode, Signs
+from fp4engine.arguments import require_integer, require_one_of
+from fp4engine.formats import UE5M3, CastSpec, Correction, Outer, OwnScaleRule, RoundingMode, Signs
 from fp4engine.recipe.base import Recipe, require_object
 from fp4engine.recipe.casts import Casts, unclippable, unsaved, unsummable, untaken
 from fp4engine.roles import TENSOR_TYPES
@@ -111,6 +111,61 @@ class LinearRecipe(Recipe):
             raise ValueError(f"{name}.clipped_gradient must be true or false, got {clipped!r}")
         source = given.get("columnwise_source", "original")
         return Casts(**sides, columnwise_source=source, clipped_gradient=clipped)
+
+
+@dataclass(frozen=True)
+class HeldScaling(LinearRecipe):
+    """Casts with one outer amax per tensor, which is sampled at every ``hold``-th optimizer step and held in between.
+
+    A module samples the amax of each of its tensors when it first casts it, and again when ``hold`` optimizer steps are
+    over. Microbatches between two optimizer steps do not count, and take the sample of the first. Both casts of a
+    tensor share its amax. Block scales are UE5M3, whose range leaves room for tensors that have grown since: 256 times
+    with ``scale_bound=448``. Beyond that elements saturate. An Inf or a NaN in a tensor still makes its product
+    non-finite, and is no sample.
+
+    Amaxes belong to the modules; see :func:`fp4engine.get_amax_history`.
+
+    Attributes:
+        hold: optimizer steps.
+
+    Raises:
+        ValueError: ``hold`` is no integer of at least 1; or a tensor that is cast on one side alone, a cast that has
+            other block scales, no outer scale per tensor, a rotation or a correction, or is made of another one.
+
+    Source: arXiv 2609.02846; ue5m3-fp4 815651b.
+    """
+
+    hold: int = 50
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "hold", require_integer("hold", self.hold, 1))
+        super().__post_init__()
+        for role in TENSOR_TYPES:
+            if wrong := _unheld(role, self.casts(role)):
+                raise ValueError(wrong)
+
+    @property
+    def is_delayed(self) -> bool:
+        """True: scales come from earlier steps."""
+        return True
+
+
+def _unheld(role: str, casts: Casts) -> str:
+    """Why the amax of a role cannot be held; empty if it can, or if the role is not quantized."""
+    if casts.rowwise is None and casts.columnwise is None:
+        return ""
+    if casts.columnwise_source != "original":
+        return f"HeldScaling needs {role}.columnwise_source='original', got {casts.columnwise_source!r}"
+    for side in SIDES:
+        spec: CastSpec | None = getattr(casts, side)
+        holds = spec is not None and (spec.scale, spec.outer) == (UE5M3, Outer.TENSOR)
+        if spec is None or not holds or spec.rotation is not None or spec.correction is not Correction.NONE:
+            got = "high precision" if spec is None else spec.key
+            return (
+                "HeldScaling needs scale=ue5m3 and outer=tensor without rotation and correction on both sides of a "
+                f"tensor, got {role}.{side}={got}"
+            )
+    return ""
 
 
 def role_complaints(inp: Casts, weight: Casts, grad_output: Casts) -> Iterator[str]:

@@ -41,7 +41,7 @@ from fp4engine.formats import (
 from fp4engine.recipe.base import Recipe
 from fp4engine.recipe.casts import Casts
 from fp4engine.recipe.fp8 import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
-from fp4engine.recipe.linear import LinearRecipe, combine
+from fp4engine.recipe.linear import HeldScaling, LinearRecipe, combine
 from fp4engine.recipe.nvfp4 import NVFP4BlockScaling
 from fp4engine.recipe.rules import Rule, RuledRecipe, final_blocks
 
@@ -195,6 +195,13 @@ def _fixed_sign() -> LinearRecipe:
 def _amd_wide() -> LinearRecipe:
     gradient, weight = WIDE.replace(rounding=RoundingMode.STOCHASTIC), WIDE.replace(block=(BLOCK_SIZE, BLOCK_SIZE))
     return _rotated(WIDE, gradient, Rotation(32), weight)
+
+
+def _held() -> HeldScaling:
+    """An outer amax per tensor that is held for 50 optimizer steps; only the gradient rounds stochastically."""
+    spec = NEAREST.replace(scale=UE5M3)
+    weight, gradient = spec.replace(block=(BLOCK_SIZE, BLOCK_SIZE)), spec.replace(rounding=RoundingMode.STOCHASTIC)
+    return HeldScaling(input=same(spec), weight=same(weight), grad_output=same(gradient))
 
 
 def _uniform(forward: CastSpec, gradient: CastSpec) -> LinearRecipe:
@@ -409,6 +416,12 @@ ZOO: dict[str, Row] = {
         'AMD ALTO 74e251d, `precision="amdfp4"` with 16x16 weights, Hadamard 32 and stochastic gradients',
         "signs drawn once, where the source draws and permutes anew; a block of values up to 6 * 2^-18 becomes 0, "
         "where the source's least scale is 2^-17; values beyond 6 * 114,688 saturate, however large",
+    ),
+    "ue5m3_held": Row(
+        _held,
+        "arXiv 2609.02846; ue5m3-fp4 815651b, `UE5M3Recipe.proposed()`",
+        "outer amaxes are sampled at every 50th optimizer step; block scales go up to 114,688, where the source's go up "
+        "to 61,440; without the source's larger target in wgrad of some layers of one model",
     ),
     "mxfp4": Row(
         lambda: _rotated(MXFP4, MXFP4_SR, Rotation(32), MXFP4),

@@ -1,6 +1,6 @@
 """The oracle in plain PyTorch: every kernel is held to its bytes."""
 
-from fp4engine.reference.amax_history import record_amax
+from fp4engine.reference.amax_history import hold_amax, record_amax
 from fp4engine.reference.blackwell import SumRules, add_toward_zero, sum_by_groups, sums_of_pairs
 from fp4engine.reference.cast import Cast, amax, decode, dequantize, outer_factor, quantize, within_range
 from fp4engine.reference.checksum import checksum
@@ -21,6 +21,7 @@ __all__ = [
     "dequantize",
     "gemm",
     "gemm_factor",
+    "hold_amax",
     "outer_factor",
     "pack",
     "pack6",

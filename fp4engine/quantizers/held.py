@@ -1,0 +1,92 @@
+"""FP4 with outer scales that are sampled at every n-th optimizer step, and held in between."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp4engine import ops
+from fp4engine.quantizers.delayed import AmaxHistory, RememberingQuantizer
+
+
+class HeldAmax(AmaxHistory):
+    """The amax of one tensor of one module as it was sampled last.
+
+    Attributes:
+        values: int64 [1], the count of optimizer steps (:func:`fp4engine.ops.optimizer_steps`) at which the next sample
+            is due.
+        amax: FP32 [1], the sample.
+    """
+
+    kept_by = "HeldScaling"
+
+    def __init__(self, amax: float, left: int = 0) -> None:
+        super().__init__(1, amax)
+        with torch.inference_mode(False):
+            self.values = torch.full((1,), ops.optimizer_steps() + left, dtype=torch.int64, device="cpu")
+        self._seen = -1  # the count at the last cast
+
+    def hold(self, current: Tensor, steps: int, one: float, evaluates: bool, backend: str) -> Tensor:
+        """The amax [1] to scale a tensor by whose own is ``current``; a sample, held for ``steps``, if one is due.
+
+        Args:
+            one: the amax that makes the outer scale one.
+            evaluates: whether memory is left alone.
+        """
+        self._follow(current.device)
+        if evaluates:
+            return ops.hold_amax(self.values.clone(), self.amax.clone(), current, steps, one, backend)
+        if not torch.compiler.is_compiling():
+            count = ops.optimizer_steps()
+            if self._turn is not None and count != self._seen:
+                self.leave_turn()
+            self._seen = count
+        return ops.hold_amax(self.values, self.amax, current, steps, one, backend)
+
+    def state(self) -> dict[str, Any]:
+        """Plain values, for JSON or ``torch.save``: counts are of one process, so it says how many steps are left."""
+        return {"amax": float(self.amax), "left": max(int(self.values) - ops.optimizer_steps(), 0)}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> "HeldAmax":
+        """Inverse of :meth:`state`."""
+        return cls(state["amax"], state["left"])
+
+    def __reduce__(self) -> Any:
+        return HeldAmax.from_state, (self.state(),)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "HeldAmax":
+        copied = memo[id(self)] = HeldAmax.from_state(self.state())
+        return copied
+
+
+@dataclass(frozen=True)
+class HeldQuantizer(RememberingQuantizer):
+    """Scales both operands of a tensor by an outer amax that is held. Compares by its casts and ``hold``.
+
+    Attributes:
+        hold: optimizer steps for which a sample is held.
+    """
+
+    hold: int = 1
+
+    @property
+    def is_composable(self) -> bool:
+        """True: a launch is given the amax."""
+        return type(self) is HeldQuantizer
+
+    @property
+    def _one(self) -> float:
+        assert self.rowwise_spec is not None
+        return self.rowwise_spec.numerator
+
+    def _new_history(self) -> HeldAmax:
+        return HeldAmax(self._one)
+
+    def _choose(self, current: Tensor) -> Tensor:
+        assert isinstance(self.history, HeldAmax)
+        return self.history.hold(current, self.hold, self._one, self.evaluates, self.backend)
+
+    def given_amax(self, x: Tensor, shared: Tensor | None) -> Tensor:
+        return self.scaled_by(self.own_amax(x) if shared is None else shared)
