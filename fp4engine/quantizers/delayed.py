@@ -47,6 +47,9 @@ class _Thread(threading.local):
         self.open = _Open()
 
 
+_MAGNITUDE = CastSpec()
+"""A cast whose outer amax is the largest magnitude, which kernels find in one read."""
+
 _thread = _Thread()
 _lock = threading.Lock()
 """Held while a module joins a step."""
@@ -370,8 +373,8 @@ class RememberingQuantizer(Quantizer):
         return self.own_amax(x), None
 
     def own_amax(self, x: Tensor) -> Tensor:
-        """The amax [1] of ``x`` itself."""
-        amax, _ = ops.amax(as_matrix(x), self.rowwise_spec, None, stream=self.stream, backend=self.backend)
+        """The amax [1] of ``x`` itself, which no cast here rotates."""
+        amax, _ = ops.amax(as_matrix(x), _MAGNITUDE, None, stream=self.stream, backend=self.backend)
         assert amax is not None
         return amax
 
