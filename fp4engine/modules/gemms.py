@@ -30,7 +30,7 @@ from fp4engine.modules.sharded import (
 )
 from fp4engine.modules.shared_weight import SharedWeight, WeightAmaxes, amaxes_needed, shared_weight, with_amaxes
 from fp4engine.modules.siblings import require_own_siblings
-from fp4engine.modules.traced import refuse_stray_recomputation, traced_plan
+from fp4engine.modules.traced import Remembering, refuse_stray_recomputation, remembering_plan, traced_plan
 from fp4engine.private import constant_when_traced
 from fp4engine.recipe import LinearRecipe, Recipe
 from fp4engine.recipe.base import numbered, require_recipe
@@ -98,6 +98,7 @@ class Gemms(Named):
     ) -> None:
         # By the number of the recipe and the weight's shape, of recipes that read the module.
         self._plans_for_tracing: dict[tuple[int, tuple[int, ...]], LinearPlan] = {}
+        self._remembering = Remembering()
         self.name = name
         require_bool("fuse_wgrad_accumulation", fuse_wgrad_accumulation)
         require_own_recipe(recipe)  # nn.Module would take a module for a child, and never ask the property
@@ -141,6 +142,7 @@ class Gemms(Named):
         """Drop histories and the plan that uses them; the next forward makes a plan anew."""
         self.amax_histories.clear()
         self._plan = None
+        self._remembering = Remembering()
 
     def plan(self, state: AutocastState | None) -> LinearPlan | None:
         """The plan under ``state``; None for high precision.
@@ -196,6 +198,24 @@ class Gemms(Named):
         """
         self.plan_by(numbered(recipe))
 
+    @constant_when_traced
+    def _leave_remembering(self, recipe: int, kind: str, mode: str) -> str:
+        """Leave the plan of this module alone in ``_remembering`` and return the attribute; runs while tracing.
+
+        Args:
+            recipe, kind: as in :meth:`_require_plan`.
+            mode: ``"train"`` or ``"eval"``.
+        """
+        plan = remembering_plan(self.plan_by(numbered(recipe)), self.amax_histories)
+        setattr(self._remembering, f"{mode}{recipe}", plan.evaluating() if mode == "eval" else plan)
+        return f"{mode}{recipe}"
+
+    @constant_when_traced
+    def _move_memory(self, device: str) -> None:
+        """Move what the module remembers to ``device`` while ``torch.compile`` traces, so that no graph does."""
+        for history in self.amax_histories.values():
+            history.follow(torch.device(device))
+
     def weight_shape(self) -> tuple[int, ...]:
         """(N, K) of the weight. A weight that is computed from other parameters is not computed for this."""
         return self.shape
@@ -206,6 +226,10 @@ class Gemms(Named):
         If the recipe reads nothing of the module but its type, equal modules share a plan, and so one graph. Under
         other recipes each name makes a graph; if the modules have run in eager mode before, each plan makes a graph.
         """
+        if recipe.is_delayed:
+            kind = "" if self._identity is None else self._identity.root.kind
+            mode = "train" if self.training or torch.is_grad_enabled() else "eval"
+            return getattr(self._remembering, self._leave_remembering(recipe.number, kind, mode))
         if not recipe.reads_modules:
             return traced_plan(recipe, self.module_type, "", ())
         self._require_plan(recipe.number, "" if self._identity is None else self._identity.root.kind)
@@ -265,7 +289,7 @@ class Gemms(Named):
     ) -> Tensor:
         """As :meth:`multiply`, without calling listeners."""
         state = self._state_in_force()
-        plan = self._plan_under(state)
+        plan = self._plan_under(state, weight.device)
         main_grad = self._main_grad(weight, is_first_microbatch) if self.fuse_wgrad_accumulation else None
         if plan is None:
             if isinstance(weight, QuantizedWeight):
@@ -301,7 +325,7 @@ class Gemms(Named):
                 weight_cache=self._cache(weight, computed_by, group, is_first_microbatch),
                 main_grad=main_grad,
             )
-        if computed_by.is_stateful:
+        if computed_by.is_stateful and not torch.compiler.is_dynamo_compiling():
             note_scales(self.amax_histories)
         return output
 
@@ -395,7 +419,7 @@ class Gemms(Named):
         if is_first_microbatch is not None:
             require_one_of("is_first_microbatch", is_first_microbatch, (None, False, True))
         state = self._state_in_force()
-        plan = self._plan_under(state)
+        plan = self._plan_under(state, weight.device)
         if plan is None:
             return None
         if is_distributed(weight, bias):
@@ -431,8 +455,8 @@ class Gemms(Named):
             )
         return None
 
-    def _plan_under(self, state: AutocastState | None) -> LinearPlan | None:
-        """The plan of this forward.
+    def _plan_under(self, state: AutocastState | None, device: torch.device) -> LinearPlan | None:
+        """The plan of this forward, which computes on ``device``.
 
         Raises:
             RuntimeError: a recomputation cannot repeat its draws, or does not know its scales.
@@ -440,6 +464,8 @@ class Gemms(Named):
         """
         plan = self.plan(state)
         if plan is None or torch.compiler.is_dynamo_compiling():
+            if plan is not None and plan.is_stateful:
+                self._move_memory(str(device))
             return plan
         if not self._ran_by_recipe:  # an assignment to a module's attribute is a call of Python
             self._ran_by_recipe = True
@@ -505,6 +531,7 @@ class Gemms(Named):
             "_listeners": (),
             "_plan": None,
             "_plans_for_tracing": {},
+            "_remembering": Remembering(),
             "_share": None,
             "_weight_amaxes": None,
             "_weight_caches": (),

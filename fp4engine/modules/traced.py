@@ -1,7 +1,10 @@
 """What a module asks while ``torch.compile`` traces it, answered as constants."""
 
+from typing import Any
+
 from fp4engine.functional import LinearPlan, make_linear_plan
 from fp4engine.private import constant_when_traced
+from fp4engine.quantizers.delayed import DelayedQuantizer
 from fp4engine.recipe import Recipe
 from fp4engine.recipe.base import numbered
 from fp4engine.state import is_recomputed
@@ -20,7 +23,7 @@ def traced_plan(recipe: Recipe, module_type: str, name: str, shape: tuple[int, .
     """The plan by ``recipe`` of every module of this type, name and shape, for code that is traced.
 
     Raises:
-        RuntimeError: the recipe has delayed scaling, which keeps amaxes between steps.
+        RuntimeError: a factory has given the module a quantizer with a memory.
     """
     return getattr(_plans, _leave_plan(recipe.number, module_type, name, shape))
 
@@ -37,14 +40,33 @@ def _leave_plan(recipe: int, module_type: str, name: str, shape: tuple[int, ...]
     if asked not in _attributes:
         plan = make_linear_plan(numbered(recipe), module_type, name, shape)
         if plan.is_stateful:
-            raise RuntimeError(
-                "DelayedScaling keeps amaxes between steps, which torch.compile cannot trace; use "
-                "Float8CurrentScaling, or leave its layers out of compiled code, by torch.compiler.disable"
-            )
+            raise _untraceable()
         attribute = f"plan{len(_attributes)}"
         setattr(_plans, attribute, plan)
         _attributes[asked] = attribute
     return _attributes[asked]
+
+
+class Remembering:
+    """The plans of one module by recipes with a memory, one attribute each, as in :class:`_Plans`."""
+
+
+def remembering_plan(plan: LinearPlan, memory: dict[str, Any]) -> LinearPlan:
+    """``plan`` with what one module remembers, for code that is traced.
+
+    Raises:
+        RuntimeError: it has delayed scaling, whose steps end on the host.
+    """
+    if any(isinstance(quantizer, DelayedQuantizer) for quantizer in (plan.input, plan.weight, plan.grad_output)):
+        raise _untraceable()
+    return plan.remembering_in(memory) if plan.is_stateful else plan
+
+
+def _untraceable() -> RuntimeError:
+    return RuntimeError(
+        "DelayedScaling keeps amaxes between steps, which torch.compile cannot trace; use "
+        "Float8CurrentScaling, or leave its layers out of compiled code, by torch.compiler.disable"
+    )
 
 
 @constant_when_traced

@@ -201,7 +201,7 @@ class AmaxHistory:
 
     def amax_of(self, turn: Turn, device: torch.device) -> Tensor:
         """The amax [1] of ``turn`` on ``device``, to which the history moves."""
-        self._follow(device)
+        self.follow(device)
         return self.amax if turn.amax is None else turn.amax.to(device)
 
     def _begin(self, device: torch.device, recipe: DelayedScaling) -> bool:
@@ -215,7 +215,8 @@ class AmaxHistory:
                 self.leave_turn()
         return begins
 
-    def _follow(self, device: torch.device) -> None:
+    def follow(self, device: torch.device) -> None:
+        """Move to ``device``."""
         if self.values.device != device:
             self._fit(device, self.values.shape[0])
 
@@ -267,7 +268,7 @@ class AmaxHistory:
 
     def apart(self, device: torch.device) -> "AmaxHistory":
         """A copy on ``device``, to which the history moves, that takes part in no step."""
-        self._follow(device)
+        self.follow(device)
         copied = copy.copy(self)
         with torch.inference_mode(False):
             copied.values, copied.amax = self.values.clone(), self.amax.clone()

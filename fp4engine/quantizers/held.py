@@ -34,7 +34,7 @@ class HeldAmax(AmaxHistory):
             one: the amax that makes the outer scale one.
             evaluates: whether memory is left alone.
         """
-        self._follow(current.device)
+        self.follow(current.device)
         if evaluates:
             return ops.hold_amax(self.values.clone(), self.amax.clone(), current, steps, one, backend)
         if not torch.compiler.is_compiling():
