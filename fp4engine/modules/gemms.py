@@ -30,7 +30,7 @@ from fp4engine.modules.sharded import (
 )
 from fp4engine.modules.shared_weight import SharedWeight, WeightAmaxes, amaxes_needed, shared_weight, with_amaxes
 from fp4engine.modules.siblings import require_own_siblings
-from fp4engine.modules.traced import Remembering, refuse_stray_recomputation, remembering_plan, traced_plan
+from fp4engine.modules.traced import Remembering, refuse_stray_recomputation, traced_plan
 from fp4engine.private import constant_when_traced
 from fp4engine.recipe import LinearRecipe, Recipe
 from fp4engine.recipe.base import numbered, require_recipe
@@ -98,7 +98,7 @@ class Gemms(Named):
     ) -> None:
         # By the number of the recipe and the weight's shape, of recipes that read the module.
         self._plans_for_tracing: dict[tuple[int, tuple[int, ...]], LinearPlan] = {}
-        self._remembering = Remembering()
+        self._remembering = Remembering(self)
         self.name = name
         require_bool("fuse_wgrad_accumulation", fuse_wgrad_accumulation)
         require_own_recipe(recipe)  # nn.Module would take a module for a child, and never ask the property
@@ -142,7 +142,7 @@ class Gemms(Named):
         """Drop histories and the plan that uses them; the next forward makes a plan anew."""
         self.amax_histories.clear()
         self._plan = None
-        self._remembering = Remembering()
+        self._remembering = Remembering(self)
 
     def plan(self, state: AutocastState | None) -> LinearPlan | None:
         """The plan under ``state``; None for high precision.
@@ -198,23 +198,24 @@ class Gemms(Named):
         """
         self.plan_by(numbered(recipe))
 
-    @constant_when_traced
-    def _leave_remembering(self, recipe: int, kind: str, mode: str) -> str:
-        """Leave the plan of this module alone in ``_remembering`` and return the attribute; runs while tracing.
-
-        Args:
-            recipe, kind: as in :meth:`_require_plan`.
-            mode: ``"train"`` or ``"eval"``.
-        """
-        plan = remembering_plan(self.plan_by(numbered(recipe)), self.amax_histories)
-        setattr(self._remembering, f"{mode}{recipe}", plan.evaluating() if mode == "eval" else plan)
-        return f"{mode}{recipe}"
+    def _remembering_plan(self, recipe: Recipe, device: torch.device) -> LinearPlan:
+        """The plan by ``recipe`` with this module's memory, for code that is traced."""
+        mode = "train" if self.training or torch.is_grad_enabled() else "eval"
+        return getattr(self._remembering, self._leave_remembering(recipe.number, mode, str(device)))
 
     @constant_when_traced
-    def _move_memory(self, device: str) -> None:
-        """Move what the module remembers to ``device`` while ``torch.compile`` traces, so that no graph does."""
+    def _leave_remembering(self, recipe: int, mode: str, device: str) -> str:
+        name = f"{mode} {recipe} {device}"
+        getattr(self._remembering, name)
+        return name
+
+    def make_remembering(self, name: str) -> LinearPlan:
+        """What :class:`Remembering` has under a name that :meth:`_leave_remembering` returned, here or elsewhere."""
+        mode, recipe, device = name.split(" ")
+        plan = self.plan_by(numbered(int(recipe))).remembering_in(self.amax_histories)
         for history in self.amax_histories.values():
             history.follow(torch.device(device))
+        return plan.evaluating() if mode == "eval" else plan
 
     def weight_shape(self) -> tuple[int, ...]:
         """(N, K) of the weight. A weight that is computed from other parameters is not computed for this."""
@@ -226,10 +227,6 @@ class Gemms(Named):
         If the recipe reads nothing of the module but its type, equal modules share a plan, and so one graph. Under
         other recipes each name makes a graph; if the modules have run in eager mode before, each plan makes a graph.
         """
-        if recipe.is_delayed:
-            kind = "" if self._identity is None else self._identity.root.kind
-            mode = "train" if self.training or torch.is_grad_enabled() else "eval"
-            return getattr(self._remembering, self._leave_remembering(recipe.number, kind, mode))
         if not recipe.reads_modules:
             return traced_plan(recipe, self.module_type, "", ())
         self._require_plan(recipe.number, "" if self._identity is None else self._identity.root.kind)
@@ -464,9 +461,8 @@ class Gemms(Named):
         """
         plan = self.plan(state)
         if plan is None or torch.compiler.is_dynamo_compiling():
-            if plan is not None and plan.is_stateful:
-                self._move_memory(str(device))
-            return plan
+            recipe = self.recipe if state is None else state.recipe
+            return plan if plan is None or not plan.is_stateful else self._remembering_plan(recipe, device)
         if not self._ran_by_recipe:  # an assignment to a module's attribute is a call of Python
             self._ran_by_recipe = True
         if in_backward():
@@ -531,13 +527,17 @@ class Gemms(Named):
             "_listeners": (),
             "_plan": None,
             "_plans_for_tracing": {},
-            "_remembering": Remembering(),
+            "_remembering": None,
             "_share": None,
             "_weight_amaxes": None,
             "_weight_caches": (),
             "_microbatch_cache": None,
         }
         return {**vars(self), **derived}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._remembering = Remembering(self)
 
 
 class MadePlan(NamedTuple):

@@ -1,5 +1,6 @@
 """What a module asks while ``torch.compile`` traces it, answered as constants."""
 
+import weakref
 from typing import Any
 
 from fp4engine.functional import LinearPlan, make_linear_plan
@@ -7,6 +8,7 @@ from fp4engine.private import constant_when_traced
 from fp4engine.quantizers.delayed import DelayedQuantizer
 from fp4engine.recipe import Recipe
 from fp4engine.recipe.base import numbered
+from fp4engine.roles import TENSOR_TYPES
 from fp4engine.state import is_recomputed
 
 
@@ -23,7 +25,7 @@ def traced_plan(recipe: Recipe, module_type: str, name: str, shape: tuple[int, .
     """The plan by ``recipe`` of every module of this type, name and shape, for code that is traced.
 
     Raises:
-        RuntimeError: a factory has given the module a quantizer with a memory.
+        RuntimeError: the recipe has delayed scaling, whose steps end on the host.
     """
     return getattr(_plans, _leave_plan(recipe.number, module_type, name, shape))
 
@@ -39,8 +41,11 @@ def _leave_plan(recipe: int, module_type: str, name: str, shape: tuple[int, ...]
     asked = recipe, module_type, name, shape
     if asked not in _attributes:
         plan = make_linear_plan(numbered(recipe), module_type, name, shape)
-        if plan.is_stateful:
-            raise _untraceable()
+        if any(isinstance(getattr(plan, role), DelayedQuantizer) for role in TENSOR_TYPES):
+            raise RuntimeError(
+                "DelayedScaling keeps amaxes between steps, which torch.compile cannot trace; use "
+                "Float8CurrentScaling, or leave its layers out of compiled code, by torch.compiler.disable"
+            )
         attribute = f"plan{len(_attributes)}"
         setattr(_plans, attribute, plan)
         _attributes[asked] = attribute
@@ -48,25 +53,20 @@ def _leave_plan(recipe: int, module_type: str, name: str, shape: tuple[int, ...]
 
 
 class Remembering:
-    """The plans of one module by recipes with a memory, one attribute each, as in :class:`_Plans`."""
+    """The plans of one module by recipes with a memory, one attribute each, as in :class:`_Plans`.
 
-
-def remembering_plan(plan: LinearPlan, memory: dict[str, Any]) -> LinearPlan:
-    """``plan`` with what one module remembers, for code that is traced.
-
-    Raises:
-        RuntimeError: it has delayed scaling, whose steps end on the host.
+    The guards of a graph that another module's trace has made ask for an attribute too, and so equal modules share it.
     """
-    if any(isinstance(quantizer, DelayedQuantizer) for quantizer in (plan.input, plan.weight, plan.grad_output)):
-        raise _untraceable()
-    return plan.remembering_in(memory) if plan.is_stateful else plan
 
+    def __init__(self, module: Any) -> None:
+        self._module = weakref.ref(module)
 
-def _untraceable() -> RuntimeError:
-    return RuntimeError(
-        "DelayedScaling keeps amaxes between steps, which torch.compile cannot trace; use "
-        "Float8CurrentScaling, or leave its layers out of compiled code, by torch.compiler.disable"
-    )
+    def __getattr__(self, name: str) -> LinearPlan:
+        if " " not in name:
+            raise AttributeError(name)
+        plan: LinearPlan = self._module().make_remembering(name)
+        setattr(self, name, plan)
+        return plan
 
 
 @constant_when_traced
