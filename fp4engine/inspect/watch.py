@@ -313,7 +313,7 @@ def _refusal(module: Gemms, plan: LinearPlan | None, inp: Any, weight: Tensor) -
     if plan is None:
         return "it computed in high precision"
     if plan.is_stateful:
-        return "its scales depend on the steps before (delayed scaling)"
+        return "its scales depend on the steps before (delayed or held scaling)"
     if plan.input.draws_in_forward and plan.weight.draws_in_forward:
         return "both its input and its weight draw random bits in the forward pass"
     if module.unseen:

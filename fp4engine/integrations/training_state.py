@@ -14,7 +14,7 @@ from fp4engine.state import get_rng_state, set_rng_state
 
 
 class TrainingState:
-    """The random stream, and what delayed scaling remembers of ``model``, of every rank.
+    """The random stream, and what delayed and held scaling remember of ``model``, of every rank.
 
     Has the two methods that libraries ask for: hand it to Accelerate's ``register_for_checkpointing``, give it to
     ``torch.distributed.checkpoint`` among what is saved and loaded, or save :meth:`state_dict` yourself.
@@ -132,6 +132,8 @@ def _merged(ranks: Sequence[Any], seed: int) -> dict[str, Any]:
 
 def _largest(key: str, histories: list[dict[str, Any]]) -> dict[str, Any]:
     """The amaxes that a reduction over these ranks would have found; NaN where one has NaN."""
+    if all("left" in history for history in histories):
+        return {"amax": max(h["amax"] for h in histories), "left": min(h["left"] for h in histories)}
     lengths = {len(history["values"]) for history in histories}
     if len(lengths) > 1:
         raise ValueError(f"the ranks that saved the training state remember {sorted(lengths)} steps of {key}")

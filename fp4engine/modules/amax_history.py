@@ -1,5 +1,6 @@
 """What delayed and held scaling remember, as plain values to save beside a ``state_dict`` and to restore."""
 
+import math
 from typing import Any
 
 import torch
@@ -7,11 +8,15 @@ import torch
 from fp4engine.arguments import require_model, shown
 from fp4engine.modules.gemms import Gemms
 from fp4engine.quantizers.delayed import AmaxHistory
+from fp4engine.quantizers.held import HeldAmax
 from fp4engine.roles import TENSOR_TYPES
 
 
 def get_amax_history(model: torch.nn.Module) -> dict[str, dict[str, Any]]:
-    """``"module name:role" -> history`` of every tensor of ``model`` that delayed scaling has seen.
+    """``"module name:role" -> history`` of every tensor of ``model`` that delayed or held scaling has seen.
+
+    A history is ``{"values": [amax, ...], "amax": number, "open": bool}``, or under held scaling ``{"amax": number,
+    "left": int}``, how many optimizer steps are left until the next sample.
 
     Raises:
         ValueError: ``model`` is no module.
@@ -35,8 +40,8 @@ def set_amax_history(model: torch.nn.Module, state: dict[str, dict[str, Any]]) -
     require_model(model)
     if not isinstance(state, dict) or not all(isinstance(key, str) and _is_history(state[key]) for key in state):
         raise ValueError(
-            "state must be {'module name:role': {'values': [number, ...], 'amax': number, 'open': bool}}, "
-            f"got {shown(state)}"
+            "state must be {'module name:role': history}, where a history is {'values': [number, ...], 'amax': number, "
+            f"'open': bool} or {{'amax': number, 'left': int}}, got {shown(state)}"
         )
     modules = {name: module for name, module in model.named_modules() if isinstance(module, Gemms)}
     unknown = {key.rpartition(":")[0] for key in state} - set(modules)
@@ -44,7 +49,9 @@ def set_amax_history(model: torch.nn.Module, state: dict[str, dict[str, Any]]) -
         raise ValueError(f"the model has no module {', '.join(sorted(unknown))}; it has {', '.join(modules)}")
     if unknown := {key.rpartition(":")[2] for key in state} - set(TENSOR_TYPES):
         raise ValueError(f"roles must be {', '.join(TENSOR_TYPES)}, got {', '.join(sorted(unknown))}")
-    histories = {key: AmaxHistory.from_state(history) for key, history in state.items()}
+    histories = {
+        key: (HeldAmax if "left" in history else AmaxHistory).from_state(history) for key, history in state.items()
+    }
     for module in modules.values():
         module.forget_plan()
     for key, history in histories.items():
@@ -53,7 +60,10 @@ def set_amax_history(model: torch.nn.Module, state: dict[str, dict[str, Any]]) -
 
 
 def _is_history(given: Any) -> bool:
-    """Whether ``given`` has the form of what :meth:`AmaxHistory.state` returns."""
+    """Whether ``given`` has the form of what :meth:`AmaxHistory.state` or :meth:`HeldAmax.state` returns."""
+    if isinstance(given, dict) and set(given) == {"amax", "left"}:
+        amax, left = given["amax"], given["left"]
+        return isinstance(amax, int | float) and 0 < amax < math.inf and type(left) is int and left >= 0
     if not isinstance(given, dict) or set(given) != {"values", "amax", "open"} or not isinstance(given["open"], bool):
         return False
     values = given["values"]

@@ -564,8 +564,8 @@ def require_own_recipe(recipe: Recipe | None) -> None:
 
 
 def no_step(recipe: Recipe | None) -> ValueError:
-    """The error for a module that would follow ``recipe``, with delayed scaling, outside every region."""
+    """The error for a module that would follow ``recipe``, which scales by earlier steps, outside every region."""
     return ValueError(
-        "delayed scaling chooses scales when an autocast region closes, so a module cannot follow it outside; "
+        "a recipe that scales by earlier steps needs autocast regions, so a module cannot follow it outside; "
         f"use autocast(recipe=...) instead of recipe={recipe!r}"
     )

@@ -102,7 +102,7 @@ def as_casts(recipe: Recipe) -> LinearRecipe:
         ValueError: its casts depend on the module, the step or earlier steps, or are not known.
     """
     if recipe.is_delayed:
-        raise ValueError("delayed scaling depends on the steps before, and is no table of casts")
+        raise ValueError("delayed and held scaling depend on the steps before, and are no table of casts")
     roles: dict[str, Any] = {role: recipe.casts(role) for role in ("input", "weight", "grad_output")}
     roles |= {"backward_override": recipe.backward_override, "backend": recipe.backend}
     return LinearRecipe(**roles, allow_biased=True)

@@ -215,14 +215,15 @@ def combine(forward: Recipe, backward: Recipe) -> LinearRecipe:
     made of; with ``rowwise_dequantized`` that is what ``forward`` saved.
 
     Raises:
-        ValueError: no recipe, one without casts of its own, or with delayed scaling; two different backends or
+        ValueError: no recipe, one without casts of its own, or that scales by earlier steps; two different backends or
             accumulations.
     """
     for name, recipe in (("forward", forward), ("backward", backward)):
         if not isinstance(recipe, Recipe):
             raise ValueError(f"{name} must be an fp4engine.recipe.Recipe, got {recipe!r}")
     if forward.is_delayed or backward.is_delayed:
-        raise ValueError("combine takes recipes without memory: use Float8CurrentScaling in place of DelayedScaling")
+        raise ValueError("combine takes recipes without memory: use Float8CurrentScaling in place of DelayedScaling, and LinearRecipe in "
+            "place of HeldScaling")
     for name in ("backend", "accumulation"):
         values = getattr(forward, name), getattr(backward, name)
         if values[0] != values[1]:
