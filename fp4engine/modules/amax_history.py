@@ -16,7 +16,7 @@ def get_amax_history(model: torch.nn.Module) -> dict[str, dict[str, Any]]:
     """``"module name:role" -> history`` of every tensor of ``model`` that delayed or held scaling has seen.
 
     A history is ``{"values": [amax, ...], "amax": number, "open": bool}``, or under held scaling ``{"amax": number,
-    "left": int}``, how many optimizer steps are left until the next sample.
+    "left": int}``, how many optimizer steps are left until the next sample, -1 before the first one.
 
     Raises:
         ValueError: ``model`` is no module.
@@ -41,7 +41,7 @@ def set_amax_history(model: torch.nn.Module, state: dict[str, dict[str, Any]]) -
     if not isinstance(state, dict) or not all(isinstance(key, str) and _is_history(state[key]) for key in state):
         raise ValueError(
             "state must be {'module name:role': history}, where a history is {'values': [number, ...], 'amax': number, "
-            f"'open': bool} or {{'amax': number, 'left': int}}, got {shown(state)}"
+            f"'open': bool}} or {{'amax': number, 'left': integer}}, got {shown(state)}"
         )
     modules = {name: module for name, module in model.named_modules() if isinstance(module, Gemms)}
     unknown = {key.rpartition(":")[0] for key in state} - set(modules)
@@ -63,7 +63,7 @@ def _is_history(given: Any) -> bool:
     """Whether ``given`` has the form of what :meth:`AmaxHistory.state` or :meth:`HeldAmax.state` returns."""
     if isinstance(given, dict) and set(given) == {"amax", "left"}:
         amax, left = given["amax"], given["left"]
-        return isinstance(amax, int | float) and 0 < amax < math.inf and type(left) is int and left >= 0
+        return isinstance(amax, int | float) and 0 < amax < math.inf and type(left) is int and left >= -1
     if not isinstance(given, dict) or set(given) != {"values", "amax", "open"} or not isinstance(given["open"], bool):
         return False
     values = given["values"]

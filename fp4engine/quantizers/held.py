@@ -10,21 +10,25 @@ from fp4engine import ops
 from fp4engine.quantizers.delayed import AmaxHistory, RememberingQuantizer
 
 
+_NEVER = torch.iinfo(torch.int64).max
+"""A count of steps that no run reaches."""
+
+
 class HeldAmax(AmaxHistory):
     """The amax of one tensor of one module as it was sampled last.
 
     Attributes:
         values: int64 [1], the count of optimizer steps (:func:`fp4engine.ops.optimizer_steps`) at which the next sample
-            is due.
+            is due; -1 before the first one.
         amax: FP32 [1], the sample.
     """
 
     kept_by = "HeldScaling"
 
-    def __init__(self, amax: float, left: int = 0) -> None:
+    def __init__(self, amax: float, due: int = -1) -> None:
         super().__init__(1, amax)
         with torch.inference_mode(False):
-            self.values = torch.full((1,), ops.optimizer_steps() + left, dtype=torch.int64, device="cpu")
+            self.values = torch.full((1,), due, dtype=torch.int64, device="cpu")
         self._seen = -1  # the count at the last cast
 
     def hold(self, current: Tensor, steps: int, one: float, evaluates: bool, backend: str) -> Tensor:
@@ -32,11 +36,13 @@ class HeldAmax(AmaxHistory):
 
         Args:
             one: the amax that makes the outer scale one.
-            evaluates: whether memory is left alone.
+            evaluates: whether memory is left alone. Only a tensor without a sample is then scaled by its own amax, so
+                that no score depends on the batch.
         """
         self.follow(current.device)
         if evaluates:
-            return ops.hold_amax(self.values.clone(), self.amax.clone(), current, steps, one, backend)
+            due = self.values.clone().masked_fill_(self.values >= 0, _NEVER)
+            return ops.hold_amax(due, self.amax.clone(), current, steps, one, backend)
         if not torch.compiler.is_compiling():
             count = ops.optimizer_steps()
             if self._turn is not None and count != self._seen:
@@ -46,12 +52,14 @@ class HeldAmax(AmaxHistory):
 
     def state(self) -> dict[str, Any]:
         """Plain values, for JSON or ``torch.save``: counts are of one process, so it says how many steps are left."""
-        return {"amax": float(self.amax), "left": max(int(self.values) - ops.optimizer_steps(), 0)}
+        due = int(self.values)
+        return {"amax": float(self.amax), "left": -1 if due < 0 else max(due - ops.optimizer_steps(), 0)}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> "HeldAmax":
         """Inverse of :meth:`state`."""
-        return cls(state["amax"], state["left"])
+        left = state["left"]
+        return cls(state["amax"], left if left < 0 else ops.optimizer_steps() + left)
 
     def __reduce__(self) -> Any:
         return HeldAmax.from_state, (self.state(),)

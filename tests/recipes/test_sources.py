@@ -363,6 +363,16 @@ def amdfp4(x: Tensor, draws: Draws, *, tile: int = 1, sr: bool = False) -> Cast:
     return Cast(elements, scales, fp32(1.0), exact=False)
 
 
+def ue5m3(x: Tensor, draws: Draws, *, tile: int = 1, sr: bool = False) -> Cast:
+    """ue5m3-fp4 815651b, ``quantize_dequantize_blocks`` at a step that samples the tensor's amax."""
+    encode = fp32(448.0 * 6.0) / x.abs().max()
+    scales = nearest(block_amax(x, 16, tile) * (encode * fp32(1 / 6)), UE5M3, "even")
+    scales = torch.where(scales == 0, 1.0, scales)
+    v = x * (1.0 / (spread(scales, x) * (1.0 / encode)))
+    elements = stochastic(v, E2M1, draws.elements(x)) if sr else nearest(v, E2M1, "even")
+    return Cast(elements, scales, x.abs().max() / fp32(2688.0), exact=False)
+
+
 # Microscaling: powers of two, so that every step is exact
 
 
@@ -542,6 +552,7 @@ SOURCES: dict[str, tuple[Role, Role, Role]] = {
     "fp4_all_the_way": ((nvfp4, STOCHASTIC, OWN), PLAIN, both(STOCHASTIC)),
     "ufp4": (both(UNIFORM), both(UNIFORM), both(rotated(16, FIXED, partial(ufp4, sr=True)))),
     "amdfp4": (wgrad(amdfp4, 32), both(partial(amdfp4, tile=16)), wgrad(partial(amdfp4, sr=True), 32)),
+    "ue5m3_held": (both(ue5m3), both(partial(ue5m3, tile=16)), both(partial(ue5m3, sr=True))),
     "mxfp4": (wgrad(MX_UP, 32), both(MX_UP), wgrad(partial(MX_UP, sr=True), 32)),
     "mxfp4_fixed_sign": (
         (encode_centric, h32(encode_centric), OWN),
