@@ -512,7 +512,9 @@ class OutControl(_StepHook):
         recipe = outlier_recipe() if recipe is None else recipe
         plans = {name: layer.plan_by(recipe) for name, layer in self.layers.items()}
         if any(plan.is_stateful for plan in plans.values()):
-            raise ValueError(f"recipe must not scale by earlier steps, for outlying channels have no history: {recipe!r}")
+            raise ValueError(
+                f"recipe must not scale by earlier steps, for outlying channels have no history: {recipe!r}"
+            )
         self._controlled: dict[str, _Controlled] = {}
         for name, layer in self.layers.items():
             layer.__class__ = _Controlled

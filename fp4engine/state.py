@@ -270,7 +270,9 @@ class autocast(Region):
             recipe = get_default_recipe()
         require_recipe(recipe)
         if calibrating and recipe.is_delayed:
-            raise NotImplementedError("autocast(calibrating=True) is not implemented for delayed and held scaling; leave it out")
+            raise NotImplementedError(
+                "autocast(calibrating=True) is not implemented for delayed and held scaling; leave it out"
+            )
         if not torch.compiler.is_dynamo_compiling():
             recipe = numbered(recipe.number)  # the first of all equal recipes, since torch.compile guards on identity
         for name, group in (("amax_reduction_group", amax_reduction_group), ("cp_group", cp_group)):

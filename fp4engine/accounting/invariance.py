@@ -19,7 +19,7 @@ def batch_dependence(model: nn.Module, recipe: Recipe | None = None) -> dict[str
 
     An input under one outer scale of the whole tensor is scaled by the largest value of all tokens,
     also of other sequences in the batch and of later tokens in its own. So is not an input with outer scales by row,
-    without an outer scale, or, in evaluation, under delayed scaling.
+    without an outer scale, or, in evaluation, under delayed or held scaling.
 
     Args:
         recipe: the recipe in force; None takes the modules' own. A module without any multiplies in high precision.

@@ -495,7 +495,9 @@ def plain(recipe: Recipe | None) -> Recipe:
     require_recipe(recipe)
     recipe = recipe or get_default_recipe()
     if recipe.is_delayed:
-        raise ValueError("delayed scaling and held scaling depend on the steps before, so their parts cannot be switched one by one")
+        raise ValueError(
+            "delayed scaling and held scaling depend on the steps before, so their parts cannot be switched one by one"
+        )
     recipe.casts("input")  # raises where the casts depend on module or step, or are not known
     return recipe
 

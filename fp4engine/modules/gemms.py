@@ -198,24 +198,12 @@ class Gemms(Named):
         """
         self.plan_by(numbered(recipe))
 
-    def _remembering_plan(self, recipe: Recipe, device: torch.device) -> LinearPlan:
-        """The plan by ``recipe`` with this module's memory, for code that is traced."""
-        mode = "train" if self.training or torch.is_grad_enabled() else "eval"
-        return getattr(self._remembering, self._leave_remembering(recipe.number, mode, str(device)))
-
     @constant_when_traced
     def _leave_remembering(self, recipe: int, mode: str, device: str) -> str:
+        """Make the plan with this module's memory, and return its attribute; runs while ``torch.compile`` traces."""
         name = f"{mode} {recipe} {device}"
         getattr(self._remembering, name)
         return name
-
-    def make_remembering(self, name: str) -> LinearPlan:
-        """What :class:`Remembering` has under a name that :meth:`_leave_remembering` returned, here or elsewhere."""
-        mode, recipe, device = name.split(" ")
-        plan = self.plan_by(numbered(int(recipe))).remembering_in(self.amax_histories)
-        for history in self.amax_histories.values():
-            history.follow(torch.device(device))
-        return plan.evaluating() if mode == "eval" else plan
 
     def weight_shape(self) -> tuple[int, ...]:
         """(N, K) of the weight. A weight that is computed from other parameters is not computed for this."""
@@ -461,8 +449,12 @@ class Gemms(Named):
         """
         plan = self.plan(state)
         if plan is None or torch.compiler.is_dynamo_compiling():
-            recipe = self.recipe if state is None else state.recipe
-            return plan if plan is None or not plan.is_stateful else self._remembering_plan(recipe, device)
+            if plan is None or not plan.is_stateful:
+                return plan
+            if state is None:
+                raise no_step(self.recipe)
+            mode = "train" if self.training or torch.is_grad_enabled() else "eval"
+            return getattr(self._remembering, self._leave_remembering(state.recipe.number, mode, str(device)))
         if not self._ran_by_recipe:  # an assignment to a module's attribute is a call of Python
             self._ran_by_recipe = True
         if in_backward():

@@ -3,6 +3,8 @@
 import weakref
 from typing import Any
 
+import torch
+
 from fp4engine.functional import LinearPlan, make_linear_plan
 from fp4engine.private import constant_when_traced
 from fp4engine.quantizers.delayed import DelayedQuantizer
@@ -59,12 +61,18 @@ class Remembering:
     """
 
     def __init__(self, module: Any) -> None:
-        self._module = weakref.ref(module)
+        self._module: weakref.ref[Any] = weakref.ref(module)
 
     def __getattr__(self, name: str) -> LinearPlan:
-        if " " not in name:
+        """The plan under the name ``"train"`` or ``"eval"``, number of the recipe, and device, with spaces between."""
+        module = self._module()
+        if " " not in name or module is None:
             raise AttributeError(name)
-        plan: LinearPlan = self._module().make_remembering(name)
+        mode, recipe, device = name.split(" ")
+        plan = module.plan_by(numbered(int(recipe))).remembering_in(module.amax_histories)
+        for history in module.amax_histories.values():
+            history.follow(torch.device(device))  # or every graph would
+        plan = plan.evaluating() if mode == "eval" else plan
         setattr(self, name, plan)
         return plan
 

@@ -101,7 +101,7 @@ def optimizer_steps() -> int:
 
 
 def hold_amax(due: Tensor, amax: Tensor, current: Tensor, hold: int, one: float, backend: str = "auto") -> Tensor:
-    """Sample ``current`` if that is due, and return what the tensor is scaled by: :func:`fp4engine.reference.hold_amax`.
+    """Sample ``current`` if that is due, and return what the tensor is scaled by; the reference has the arithmetic.
 
     Args:
         due: int64 [1]; amax, current: FP32 [1]; the first two are written in place.

@@ -9,7 +9,6 @@ from torch import Tensor
 from fp4engine import ops
 from fp4engine.quantizers.delayed import AmaxHistory, RememberingQuantizer
 
-
 _NEVER = torch.iinfo(torch.int64).max
 """A count of steps that no run reaches."""
 

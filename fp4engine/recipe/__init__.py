@@ -25,6 +25,7 @@ __all__ = [
     "Float8BlockScaling",
     "Float8CurrentScaling",
     "Format",
+    "HeldScaling",
     "LinearRecipe",
     "MMParams",
     "MXFP8BlockScaling",

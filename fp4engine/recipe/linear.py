@@ -222,8 +222,10 @@ def combine(forward: Recipe, backward: Recipe) -> LinearRecipe:
         if not isinstance(recipe, Recipe):
             raise ValueError(f"{name} must be an fp4engine.recipe.Recipe, got {recipe!r}")
     if forward.is_delayed or backward.is_delayed:
-        raise ValueError("combine takes recipes without memory: use Float8CurrentScaling in place of DelayedScaling, and LinearRecipe in "
-            "place of HeldScaling")
+        raise ValueError(
+            "combine takes recipes without memory: use Float8CurrentScaling in place of DelayedScaling, and "
+            "LinearRecipe in place of HeldScaling"
+        )
     for name in ("backend", "accumulation"):
         values = getattr(forward, name), getattr(backward, name)
         if values[0] != values[1]:

@@ -420,8 +420,8 @@ ZOO: dict[str, Row] = {
     "ue5m3_held": Row(
         _held,
         "arXiv 2609.02846; ue5m3-fp4 815651b, `UE5M3Recipe.proposed()`",
-        "outer amaxes are sampled at every 50th optimizer step; block scales go up to 114,688, where the source's go up "
-        "to 61,440; without the source's larger target in wgrad of some layers of one model",
+        "outer amaxes are sampled at every 50th optimizer step; block scales end at 114,688, the source's at 61,440; "
+        "without the source's larger target in wgrad of some layers of one model",
     ),
     "mxfp4": Row(
         lambda: _rotated(MXFP4, MXFP4_SR, Rotation(32), MXFP4),

@@ -15,7 +15,7 @@ import fp4engine
 from fp4engine.integrations import TrainingState
 from fp4engine.optimizer_hooks import optimizer_stepped
 from fp4engine.quantizers import make_quantizer
-from fp4engine.recipe import Casts, HeldScaling, LinearRecipe, combine, recipe_from_json, zoo
+from fp4engine.recipe import Casts, LinearRecipe, combine, recipe_from_json, zoo
 from fp4engine.roles import QuantizerRole
 from tests.ranks import process_group, spawn
 
@@ -176,7 +176,12 @@ def test_copies_hold_what_the_model_held() -> None:
 
 @pytest.mark.parametrize(
     "history",
-    [{"amax": 0.0, "left": 1}, {"amax": 1.0, "left": 1.5}, {"amax": 1.0, "left": -2}, {"amax": float("nan"), "left": 0}],
+    [
+        {"amax": 0.0, "left": 1},
+        {"amax": 1.0, "left": 1.5},
+        {"amax": 1.0, "left": -2},
+        {"amax": float("nan"), "left": 0},
+    ],
 )
 def test_a_state_that_none_can_be_is_refused(history) -> None:
     with pytest.raises(ValueError, match="'left': integer"):
@@ -315,5 +320,8 @@ def test_a_cuda_graph_refuses_to_hold() -> None:
     layer, x = fp4engine.Linear(32, 32, device="cuda"), torch.ones(4, 32, device="cuda")
     with torch.no_grad(), fp4engine.autocast(recipe=HELD):
         layer(x)
-        with pytest.raises(RuntimeError, match="a CUDA graph does not replay"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        with (
+            pytest.raises(RuntimeError, match="a CUDA graph does not replay"),
+            torch.cuda.graph(torch.cuda.CUDAGraph()),
+        ):
             layer(x)

@@ -67,8 +67,8 @@ def test_layers_that_hold(kernel_device, width):
     (wanted, history), (got, other) = results
     assert history == other
     for expected, actual in zip(wanted, got, strict=True):
-        torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-5 * float(expected.nan_to_num().abs().max()),
-                                   equal_nan=True)  # fmt: skip
+        atol = 2e-5 * float(expected.nan_to_num().abs().max())
+        torch.testing.assert_close(actual, expected, rtol=2e-5, atol=atol, equal_nan=True)
 
 
 @pytest.mark.parametrize("ratio", [1.0, 0.01, 200.0, 300.0, 1e6, float("inf")])
@@ -84,8 +84,8 @@ def test_casts_under_a_held_amax(kernel_device, ratio, dtype):
             x = torch.randn(33, 80, generator=torch.Generator().manual_seed(1)).to(kernel_device, dtype)
             quantizer.quantize(x, rng=rng)
             y = x * ratio if ratio < float("inf") else x.where(x < 2, ratio)
-            made.append([t.cpu() for side in (quantizer.quantize(y, rng=rng),) for operand in (side.rowwise, side.columnwise)
-                         for t in operand.tensors if t is not None])  # fmt: skip
+            cast = quantizer.quantize(y, rng=rng)
+            made.append([*cast.rowwise.tensors, *cast.columnwise.tensors])
         for expected, actual in zip(*made, strict=True):
             assert torch.equal(expected.reshape(-1).view(torch.uint8), actual.reshape(-1).view(torch.uint8))
 
