@@ -305,7 +305,7 @@ def _recasts_shared(call: Call) -> bool:
 
 
 def _beside(call: Call, requests: Sequence[Request], tensors: list[Any]) -> tuple[Names, Pasts]:
-    """Add to ``tensors`` what casts are scaled by beside their own amaxes: what is shared, held, or said by histories."""
+    """Add to ``tensors`` what casts are scaled by beside their own amaxes: what ranks share, hold, or histories say."""
     names: list[str] = []
     pasts: list[tuple[TensorType, Past]] = []
     amaxes = repeat(None) if call.shards is None else iter(shared_amaxes(requests, call.shards))
