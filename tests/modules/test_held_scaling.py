@@ -239,7 +239,8 @@ def test_compiled_layers_have_eager_bytes_over_a_hold_and_compile_once() -> None
     results, graphs = [], []
     for is_compiled in (False, True):
         fp4engine.manual_seed(0)
-        layers = model()
+        torch.manual_seed(0)
+        layers = nn.Sequential(fp4engine.Linear(32, 32, name="0"))
         call = torch.compile(layers, fullgraph=True, backend="aot_eager") if is_compiled else layers
         optimizer, found = torch.optim.SGD(layers.parameters(), lr=0.1), []
         for step in range(5):
