@@ -40,7 +40,7 @@ NAN = float("nan")
 ROWS = (
     "nvfp4", "nvfp4_row_scaled", "nvfp4_1d_weight", "nvfp4_rht128", "quartet2", "quartet2_cuda", "tetrajet2",
     "mxfp4_hadamard_stochastic", "fp8_current", "fp8_delayed", "fp8_block", "nvfp4_forward_mxfp8_backward",
-    "nvfp4_fresh",
+    "nvfp4_fresh", "ue5m3_held",
 )  # fmt: skip
 NEAREST = NVFP4BlockScaling(disable_stochastic_rounding=True)
 LLAMA = Architecture(2, 64, 4, 128, 256, kv_heads=2)
