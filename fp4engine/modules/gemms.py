@@ -97,7 +97,7 @@ class Gemms(Named):
         shape: tuple[int, ...] = (),
     ) -> None:
         # By the number of the recipe and the weight's shape, of recipes that read the module.
-        self._plans_for_tracing: dict[tuple[int, tuple[int, ...]], LinearPlan] = {}
+        self._plans_for_tracing: dict[tuple[str, tuple[int, ...]], LinearPlan] = {}
         self._remembering = Remembering(self)
         self.name = name
         require_bool("fuse_wgrad_accumulation", fuse_wgrad_accumulation)
@@ -187,7 +187,7 @@ class Gemms(Named):
         return QuantizerRole(self.module_type, tensor_type, self.name_for(recipe), self.weight_shape())
 
     @constant_when_traced
-    def _require_plan(self, recipe: int, kind: str) -> None:
+    def _require_plan(self, recipe: str, kind: str) -> None:
         """Check, while ``torch.compile`` traces, that the recipe of this number can tell how the module computes.
 
         Args:
@@ -199,7 +199,7 @@ class Gemms(Named):
         self.plan_by(numbered(recipe))
 
     @constant_when_traced
-    def _leave_remembering(self, recipe: int, mode: str, device: str) -> str:
+    def _leave_remembering(self, recipe: str, mode: str, device: str) -> str:
         """Make the plan with this module's memory, and return its attribute; runs while ``torch.compile`` traces."""
         name = f"{mode} {recipe} {device}"
         getattr(self._remembering, name)

@@ -41,7 +41,7 @@ class Root:
         self.names = tuple(dict.fromkeys(names))
         self.kind = str(next(_kinds)) if kind is None else kind
         self._model = None if model is None else weakref.ref(model)
-        self._fits: set[int] = set()
+        self._fits: set[str] = set()
 
     @property
     def model(self) -> nn.Module | None:

@@ -19,7 +19,7 @@ class _Plans:
 
 
 _plans = _Plans()
-_attributes: dict[tuple[int, str, str, tuple[int, ...]], str] = {}
+_attributes: dict[tuple[str, str, str, tuple[int, ...]], str] = {}
 """``what _leave_plan was asked -> the attribute with the answer``; Dynamo takes no name with a dot, as modules have."""
 
 
@@ -33,7 +33,7 @@ def traced_plan(recipe: Recipe, module_type: str, name: str, shape: tuple[int, .
 
 
 @constant_when_traced
-def _leave_plan(recipe: int, module_type: str, name: str, shape: tuple[int, ...]) -> str:
+def _leave_plan(recipe: str, module_type: str, name: str, shape: tuple[int, ...]) -> str:
     """Make a plan, leave it in ``_plans`` and return the attribute's name; runs while ``torch.compile`` traces.
 
     Args:
@@ -69,7 +69,7 @@ class Remembering:
         if " " not in name or module is None:
             raise AttributeError(name)
         mode, recipe, device = name.split(" ")
-        plan = module.plan_by(numbered(int(recipe))).remembering_in(module.amax_histories)
+        plan = module.plan_by(numbered(recipe)).remembering_in(module.amax_histories)
         for history in module.amax_histories.values():
             history.follow(torch.device(device))  # or every graph would
         plan = plan.evaluating() if mode == "eval" else plan

@@ -124,7 +124,7 @@ class Recipe:
     if TYPE_CHECKING:  # set by _take_number, and no field
 
         @property
-        def number(self) -> int: ...
+        def number(self) -> str: ...
 
     backward_override: str | None = choice("NVTE_BACKWARD_OVERRIDE", BACKWARD_OVERRIDES, None)
     backend: str = choice("NVTE_FP4_BACKEND", BACKENDS, "auto")
@@ -149,7 +149,9 @@ class Recipe:
         self._take_number()
 
     def _take_number(self) -> None:
-        """Set ``number``, an int that stands for this recipe and its equals where only constants go.
+        """Set ``number``, a word of digits that stands for this recipe and its equals where only constants go.
+
+        No int: ``torch.compile`` takes one that another recipe has changed for a variable.
 
         Raises:
             RuntimeError: ``torch.compile`` traces how the recipe is made, and could not tell which it is.
@@ -157,9 +159,9 @@ class Recipe:
         if torch.compiler.is_dynamo_compiling():
             raise RuntimeError("torch.compile cannot trace how a recipe is made; make it outside the compiled function")
         try:
-            number = _numbers.setdefault(self, next(_next_number))
+            number = _numbers.setdefault(self, str(next(_next_number)))
         except TypeError:  # a custom recipe whose factory has no hash equals nothing but itself
-            number = next(_next_number)
+            number = str(next(_next_number))
         first = _numbered.setdefault(number, self)
         object.__setattr__(self, "number", number)
         object.__setattr__(self, "_first", None if first is self else first)  # lives as long as an equal does
@@ -281,8 +283,8 @@ def say_how_to_change(cls: type[Recipe]) -> None:
     setattr(cls, "__setattr__", refuse)  # noqa: B010 - a frozen dataclass takes none from the body
 
 
-_numbers: WeakKeyDictionary[Recipe, int] = WeakKeyDictionary()
-_numbered: WeakValueDictionary[int, Recipe] = WeakValueDictionary()
+_numbers: WeakKeyDictionary[Recipe, str] = WeakKeyDictionary()
+_numbered: WeakValueDictionary[str, Recipe] = WeakValueDictionary()
 _next_number = count()
 
 
@@ -297,7 +299,7 @@ def require_recipe(recipe: Any) -> None:
         raise ValueError(f"recipe must be an fp4engine.recipe.Recipe ({maker} makes one) or None, got {recipe!r}")
 
 
-def numbered(number: int) -> Recipe:
+def numbered(number: str) -> Recipe:
     """The recipe with that number: the first of those that equal it.
 
     Raises:

@@ -384,3 +384,17 @@ def test_steps_of_delayed_scaling_begin_and_end_in_compiled_code():
         layer(x)
         leave(x, region)
     assert layer.amax_histories["input"].values.tolist() == [4, 2, 1, 0]
+
+
+def test_recipes_come_as_arguments_of_one_compiled_function():
+    """What changes from recipe to recipe makes no variable, in whose place a constant has to stand."""
+
+    def forward(layer, x, recipe):
+        with fp4engine.autocast(recipe=recipe):
+            return layer(x)
+
+    torch._dynamo.reset()
+    compiled, x = torch.compile(forward, fullgraph=True, backend="aot_eager"), torch.randn(8, 32)
+    for recipe in RECIPES:
+        layer = fp4engine.Linear(32, 32)
+        assert torch.equal(compiled(layer, x, recipe), forward(layer, x, recipe))
