@@ -6,7 +6,8 @@ the checkout. ``python -m tools.te_table`` runs all files.
 
 What is not fp4engine in such a process:
 
-- every device ``"cuda"`` is the CPU, process groups of NCCL are those of gloo, and streams and events do nothing;
+- every device ``"cuda"`` is the CPU, to which ``FullyShardedDataParallel`` is told to move, process groups of NCCL are
+  those of gloo, streams and events do nothing, and a script that asks for the memory of a GPU gets NaN;
 - the GPU that tests and ``fp4engine.te`` are told of has the capability ``TE_CAPABILITY``, by default 10.0, the CUDA of
   PyTorch the version 12.9, and cuBLASLt the version 0, so that tests of what needs it skip themselves;
 - ``is_non_tn_fp8_gemm_supported()`` says what such a GPU would; ``tex.generic_gemm`` is ``general_gemm``, with the
@@ -29,6 +30,7 @@ that a test is given, ``--limit 60`` ends a test after a minute, and ``--report 
 import contextlib
 import importlib.util
 import json
+import math
 import os
 import pathlib
 import re
@@ -38,6 +40,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Generator
+from functools import partialmethod
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
@@ -46,6 +49,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.overrides import TorchFunctionMode
 
 from fp4engine.te import install
@@ -151,6 +155,14 @@ def _first_argument(function: Any) -> Any:
     return on_cpu_instead
 
 
+def _over_gloo(function: Any) -> Any:
+    def begin_group(*args: Any, **kwargs: Any) -> Any:
+        args = tuple("gloo" if arg == "nccl" else arg for arg in args)
+        return function(*args, **{key: "gloo" if value == "nccl" else value for key, value in kwargs.items()})
+
+    return begin_group
+
+
 class _Nothing:
     """A stream or an event: time passes, and nothing else."""
 
@@ -188,6 +200,8 @@ def _is_asked_by_the_peer() -> bool:
 
 
 def _memory(*_: Any, **__: Any) -> Any:
+    if __name__ == "__main__":
+        return math.nan  # a script prints it
     pytest.skip("unmeasured: the memory of a GPU")
 
 
@@ -231,12 +245,9 @@ def pretend() -> None:
         plain(self, on_cpu(device_type), *args, **kwargs)
 
     torch.autocast.__init__ = begin
-    plain_group = torch.distributed.init_process_group
-
-    def begin_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
-        plain_group("gloo" if backend == "nccl" else backend, *args, **kwargs)
-
-    torch.distributed.init_process_group = begin_group
+    torch.distributed.init_process_group = _over_gloo(torch.distributed.init_process_group)
+    torch.distributed.new_group = _over_gloo(torch.distributed.new_group)
+    FullyShardedDataParallel.__init__ = partialmethod(FullyShardedDataParallel.__init__, device_id=torch.device("cpu"))
     torch.is_autocast_enabled = _first_argument(torch.is_autocast_enabled)
     torch.get_autocast_dtype = _first_argument(torch.get_autocast_dtype)
     cuda: Any = torch.cuda

@@ -79,13 +79,10 @@ class QuantizedWeight(torch.Tensor):
     ) -> "QuantizedWeight":
         """Quantize ``values`` [N, K], or [K, N] if ``transposed``; ``preserve`` keeps a copy of them on the CPU.
 
-        Raises:
-            ValueError: ``preserve`` is set, and ``values`` are on the meta device.
+        Of values on ``meta`` it keeps a tensor on ``meta``, in whose place the first values come that are written.
         """
-        if preserve and values.is_meta:
-            raise ValueError("preserve_high_precision_init_val=True has no values to keep under device='meta'")
         weight = cls(quantizer, values.shape, values.dtype, _encode(values, quantizer, transposed), transposed)
-        weight._high_precision_init_val = values.detach().to("cpu", copy=True) if preserve else None
+        weight._high_precision_init_val = _preserved(values) if preserve else None
         return weight
 
     @classmethod
@@ -242,6 +239,8 @@ class QuantizedWeight(torch.Tensor):
             fresh = values.tensors() if same else self._encoded(values._values())
         else:
             fresh = self._encoded(values.to(self.device))
+        if self._high_precision_init_val is not None and self._high_precision_init_val.is_meta:
+            self._high_precision_init_val = _preserved(values)
         for mine, new in zip(self.tensors(), fresh, strict=True):
             mine.copy_(new)
             torch.autograd.graph.increment_version(mine)  # not done below autograd, and backward must notice the write
@@ -321,15 +320,25 @@ class QuantizedWeight(torch.Tensor):
 def initialize(weight: Tensor, method: Callable[[Tensor], Any]) -> None:
     """``method(weight)``; a weight that is stored as codes becomes what ``method`` makes of its values, quantized once.
 
-    Operations in place on such a weight round one by one, so a method of several would make another weight.
+    Operations in place on such a weight round one by one, so a method of several would make another weight. Where
+    FSDP2 has sharded it, ``method`` makes the rows of this rank. A weight that has preserved its values preserves the
+    new ones.
     """
-    if not isinstance(weight, QuantizedWeight):
+    stored: Any = getattr(weight, "_local_tensor", weight)
+    if not isinstance(stored, QuantizedWeight):
         method(weight)
         return
-    values = torch.nn.Parameter(weight.detach().dequantize(), weight.requires_grad)
+    values = torch.nn.Parameter(stored.detach().dequantize(), weight.requires_grad)
     method(values)
     with torch.no_grad():
-        weight.copy_(values)
+        stored.copy_(values)
+    if stored._high_precision_init_val is not None:
+        stored._high_precision_init_val = _preserved(values)
+
+
+def _preserved(values: Tensor) -> Tensor:
+    """A copy on the CPU of ``values``, which stay on ``meta`` if they are there."""
+    return values.detach().to("meta" if values.is_meta else "cpu", copy=True)
 
 
 def decode_parameters(module: torch.nn.Module) -> list[str]:

@@ -617,12 +617,15 @@ def test_weights_in_parts_are_refused():
         TransformerLayer(16, 16, 2)
 
 
-def test_values_cannot_be_preserved_on_the_meta_device():
-    with (
-        pytest.raises(ValueError, match="preserve_high_precision_init_val"),
-        fp4engine.quantized_model_init(preserve_high_precision_init_val=True),
-    ):
-        Linear(16, 16, device="meta")
+def test_values_are_preserved_once_a_weight_on_the_meta_device_has_them():
+    with fp4engine.quantized_model_init(recipe=RECIPE, preserve_high_precision_init_val=True):
+        layer = Linear(32, 16, device="meta")
+    assert layer.weight.get_high_precision_init_val().is_meta
+    layer = layer.to_empty(device="cpu")
+    layer.reset_parameters()
+    values = layer.weight.get_high_precision_init_val()
+    expected = QuantizedWeight.from_values(values, layer.weight.quantizer)
+    assert all(map(torch.equal, layer.weight.tensors(), expected.tensors()))
 
 
 def test_a_model_of_one_shared_weight_is_told_why_nothing_is_stored():

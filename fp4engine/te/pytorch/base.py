@@ -71,6 +71,7 @@ class TransformerEngineBaseModule(Placed, ExtraState):
     _init_context: Callable[[], Any] = nullcontext
     _ran_by: Recipe | None = None
     _stored_by: Recipe | None = None
+    _preserves = False
     _states: ModuleStates | None = None
     _is_current = False
     _is_watched = False
@@ -91,7 +92,7 @@ class TransformerEngineBaseModule(Placed, ExtraState):
         if tracker is not None and state is not None:
             self._init_context = partial(_forked, tracker, state)
         self.delay_wgrad_compute = given["delay_wgrad_compute"]
-        self._stored_by = regions.thread.stores_by
+        self._stored_by, self._preserves = regions.thread.stores_by, regions.thread.keeps_init_val
         self._delayed: list[Callable[[], None]] = []
         self._additions: list[Callable[[], None]] = []
         theirs = rest_of(given, "delay_wgrad_compute", "save_original_input")
@@ -125,7 +126,7 @@ class TransformerEngineBaseModule(Placed, ExtraState):
         if defer_init:
             return
         if self._is_built:
-            materialize(self)
+            materialize(self, self._preserves)
         with self._init_context():
             super().reset_parameters()  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -404,13 +405,22 @@ def quantizers_of(gemms: Any) -> dict[str, list[Any]]:
     return {"scaling_fwd": [plan.input, plan.weight, None], "scaling_bwd": [plan.grad_output, None]}
 
 
-def materialize(module: torch.nn.Module) -> None:
-    """Give memory to the parameters of ``module`` that are on ``meta``."""
+def materialize(module: torch.nn.Module, preserve: bool = False) -> None:
+    """Give memory to the parameters of ``module`` that are on ``meta``.
+
+    Args:
+        preserve: weights that are stored as codes keep the values that they are initialised to.
+    """
     place = te_device(None) or torch.get_default_device()
     for name, parameter in list(module.named_parameters(recurse=False)):
         if parameter.is_meta:
-            empty = torch.empty_like(parameter, device=place)
-            setattr(module, name, torch.nn.Parameter(empty, parameter.requires_grad))
+            empty: Any = torch.nn.Parameter(torch.empty_like(parameter, device=place), parameter.requires_grad)
+            setattr(module, name, empty)
+            stored = getattr(empty, "_local_tensor", empty)
+            if isinstance(stored, QuantizedWeight) and preserve:
+                stored._high_precision_init_val = torch.empty(0)
+            if stored is not empty and hasattr(made_by := getattr(stored, "_quantizer", None), "with_amax_reduction"):
+                made_by.with_amax_reduction, made_by.amax_reduction_group = True, empty.device_mesh.get_group(-1)
 
 
 def require_one_rank(kind: str, **arguments: Any) -> None:

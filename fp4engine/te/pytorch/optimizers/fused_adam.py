@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim.adam import adam
 
 from fp4engine.arguments import require_one_of
@@ -20,6 +21,20 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.uint8)
 
 _LONG_AGO = 2.0**24
 """Steps after which corrections of the moments' bias are one, for groups that ask for none."""
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """What this rank has of ``tensor``."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _placed_as(param: Tensor, local: Tensor) -> Tensor:
+    """``local`` as this rank's part of a tensor that is spread as ``param`` is."""
+    if not isinstance(param, DTensor):
+        return local
+    return DTensor.from_local(
+        local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
 
 
 class FusedAdam(ZeroGrad, torch.optim.Adam):
@@ -127,7 +142,7 @@ class FusedAdam(ZeroGrad, torch.optim.Adam):
             advance = 1 if found is None else (found.view(()) == 0).to(torch.int32)
             group["step"] = group.get("step", 0) + advance
             params: list[Tensor] = [param for param in group["params"] if getattr(param, name, None) is not None]
-            grads = [getattr(param, name).float() for param in params]
+            grads = [_local(getattr(param, name)).float() for param in params]
             grads = grads if scale is None else [grad / scale.to(grad.device) for grad in grads]
             self._step_group(group, params, grads, found)
         return loss
@@ -141,7 +156,7 @@ class FusedAdam(ZeroGrad, torch.optim.Adam):
             self._require_state(param, moments)
         names = (*moments, "master_param") if self.master_weights else moments
         wide = {name: [self.get_unscaled_state(param, name) for param in params] for name in names}
-        values = wide.get("master_param") or [param.detach().float() for param in params]
+        values = wide.get("master_param") or [_local(param).detach().float() for param in params]
         before = None
         if found is not None:
             before = {name: [t.clone() for t in tensors] for name, tensors in {**wide, "": values}.items()}
@@ -171,7 +186,7 @@ class FusedAdam(ZeroGrad, torch.optim.Adam):
             for name in names:
                 self.set_scaled_state(param, name, wide[name][index])
             if self.master_weights or param.dtype != torch.float32:  # else it is the parameter that was written
-                param.copy_(values[index])
+                _local(param).copy_(values[index])
 
     def _count(self, group: dict[str, Any], param: Tensor) -> Tensor:
         """The steps of ``group`` before this one, as PyTorch counts them."""
@@ -181,21 +196,26 @@ class FusedAdam(ZeroGrad, torch.optim.Adam):
         return step.view(()) - 1
 
     def _has_remainders(self, param: Tensor) -> bool:
-        return self.store_param_remainders and param.dtype == torch.bfloat16 and not isinstance(param, QuantizedWeight)
+        return (
+            self.store_param_remainders
+            and param.dtype == torch.bfloat16
+            and not isinstance(_local(param), QuantizedWeight)
+        )
 
     def _require_state(self, param: Tensor, moments: tuple[str, ...]) -> None:
         """Make the ``moments`` and master weights of ``param`` that are missing; a loaded state may lack some."""
-        is_stored = isinstance(param, QuantizedWeight)
+        mine = _local(param)
+        is_stored = isinstance(mine, QuantizedWeight)
         if is_stored and not self.master_weights:
             raise RuntimeError(
-                f"FusedAdam(master_weights=False) does not train a {type(param).__name__}, whose codes would round "
+                f"FusedAdam(master_weights=False) does not train a {type(mine).__name__}, whose codes would round "
                 "small updates away; give it master_weights=True"
             )
         lacking = [name for name in moments if name not in self.state[param]]
         needs_master = self.master_weights and "master_param" not in self.state[param]
         if not (lacking or needs_master):
             return
-        values = (param.dequantize(dtype=torch.float32) if is_stored else param).detach().float()
+        values = (mine.dequantize(dtype=torch.float32) if is_stored else mine).detach().float()
         for name in lacking:
             self.set_scaled_state(param, name, torch.zeros_like(values, memory_format=torch.preserve_format))
         if needs_master:
@@ -208,13 +228,13 @@ class FusedAdam(ZeroGrad, torch.optim.Adam):
     def get_unscaled_state(self, param: Tensor, state_name: str, skip_unscale: bool = False) -> Tensor:
         """What is remembered of ``param``: ``"exp_avg"``, ``"exp_avg_sq"`` or ``"master_param"``, FP32.
 
-        FP32 states are returned themselves, and others decoded.
+        FP32 states are returned themselves, and others decoded. Of a DTensor it is what this rank has.
         """
-        stored: Tensor = self.state[param][state_name]
+        stored = _local(self.state[param][state_name])
         if isinstance(stored, QuantizedTensor):
             return stored.dequantize(dtype=torch.float32)
         if stored.dtype == torch.int16:  # what the parameter's bits lack
-            bits = param.detach().view(torch.int16).to(torch.int32) << 16
+            bits = _local(param).detach().view(torch.int16).to(torch.int32) << 16
             return (bits + stored.to(torch.int32)).view(torch.float32)
         scale = self._scales.get(param, {}).get(state_name)
         return stored.float() if scale is None else stored.float() * scale
@@ -223,13 +243,15 @@ class FusedAdam(ZeroGrad, torch.optim.Adam):
     def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
         """Remember ``unscaled_state``, FP32, of ``param``, in the dtype that the state is stored in.
 
-        Masters of which only remainders are stored let the parameter be their rounded values.
+        Masters of which only remainders are stored let the parameter be their rounded values. Of a DTensor
+        ``unscaled_state`` is what this rank has.
         """
+        unscaled_state = _local(unscaled_state)
         state, dtype = self.state[param], self.name_to_dtype_map[state_name]
         if state_name == "master_param" and self._has_remainders(param):
             bits = unscaled_state.contiguous().view(torch.int32)
             rounded = (bits + 0x8000) >> 16  # ties up: the remainder then fits 16 bits
-            param.copy_(rounded.to(torch.int16).view(torch.bfloat16))
+            _local(param).copy_(rounded.to(torch.int16).view(torch.bfloat16))
             made = (bits - (rounded << 16)).to(torch.int16)
         elif dtype == torch.uint8:
             made = Float8CurrentScalingQuantizer(DType.kFloat8E4M3, columnwise=False)(unscaled_state)
@@ -240,12 +262,12 @@ class FusedAdam(ZeroGrad, torch.optim.Adam):
             made = (unscaled_state / torch.where(scale > 0, scale, 1.0)).half()
         else:
             made = unscaled_state.to(dtype)
-        there = state.get(state_name)
-        if isinstance(there, Tensor) and there.dtype == made.dtype and there.shape == made.shape:
+        there = _local(state[state_name]) if state_name in state else None
+        if there is not None and there.dtype == made.dtype and there.shape == made.shape:
             if there is not made:
                 there.copy_(made)
         else:
-            state[state_name] = made
+            state[state_name] = _placed_as(param, made)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """As PyTorch's, of the gradients that :meth:`step` reads: not of ``grad`` with ``use_decoupled_grad``."""
@@ -267,7 +289,9 @@ class FusedAdam(ZeroGrad, torch.optim.Adam):
         of_number = dict(zip(numbers, params, strict=True))
         made["state"] = {
             number: {
-                name: tensor if tensor.dtype == torch.int16 else self.get_unscaled_state(of_number[number], name)
+                name: tensor
+                if tensor.dtype == torch.int16
+                else _placed_as(of_number[number], self.get_unscaled_state(of_number[number], name))
                 for name, tensor in states.items()
             }
             for number, states in made["state"].items()
@@ -307,8 +331,8 @@ class FusedAdam(ZeroGrad, torch.optim.Adam):
         params = [param for group in self.param_groups for param in group["params"]]
         for name, param in zip(names, params, strict=True):
             for key, value in states.get(name, {}).items():
-                tensor = torch.as_tensor(value).detach().to(param.device)
+                tensor = _local(torch.as_tensor(value).detach()).to(param.device)
                 if tensor.dtype == torch.int16 and self._has_remainders(param):
-                    self.state[param][key] = tensor.clone()
+                    self.state[param][key] = _placed_as(param, tensor.clone())
                 else:
                     self.set_scaled_state(param, key, tensor.float().clone())

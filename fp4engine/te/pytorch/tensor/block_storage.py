@@ -1,5 +1,6 @@
 """What storages with a scale for each block of codes have in common: MXFP8, FP8 in blocks of 128, and NVFP4."""
 
+import warnings
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
@@ -9,7 +10,7 @@ from torch import Tensor
 from fp4engine.formats import CastSpec
 from fp4engine.te.pytorch.base_storage import QuantizedTensorStorage
 from fp4engine.te.pytorch.layout import ScaleLayout, codes, constant_amax, matrix_shape, rectangle, transposed_shape
-from fp4engine.te.pytorch.quantized_tensor import QuantizedTensor, Quantizer
+from fp4engine.te.pytorch.quantized_tensor import WHOLE, QuantizedTensor, Quantizer
 from fp4engine.tensor import Operand
 from fp4engine.tensor import QuantizedTensor as Operands
 
@@ -160,6 +161,34 @@ class BlockStorage(QuantizedTensorStorage):
 
 class BlockTensor(BlockStorage, QuantizedTensor):
     """A tensor of blocks; a rectangle of whole blocks is a tensor of the same bytes."""
+
+    def _view_by(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func not in WHOLE or len(args[0]) != 1 or self.ndim == 1:
+            return super()._view_by(func, args, kwargs)
+        warnings.warn(
+            f"view(-1) of {type(self).__name__} gives its decoded values, and what is written into them is lost, since "
+            "blocks lie along the inner dimension; FSDP2 makes this view of each shard, and does not use it",
+            stacklevel=2,
+        )
+        return self.values_in(self.dtype).flatten()
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, orig_size: Any, contiguous_orig_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[Any, Any]:
+        """As the base class's.
+
+        Raises:
+            RuntimeError: the rows of this rank do not end where a block ends.
+        """
+        is_high = self.has("columnwise")
+        height = self._spec("columnwise" if is_high else "rowwise").block[int(is_high)]
+        rows = matrix_shape(self.shape)[0]
+        if mesh is not None and mesh.size() > 1 and rows % height:
+            raise RuntimeError(
+                f"FSDP2 cannot gather a {type(self).__name__} of which a rank has {rows} rows, not a multiple of "
+                f"{height}"
+            )
+        return super().fsdp_pre_all_gather(mesh, orig_size, contiguous_orig_stride, module, mp_policy)
 
     @classmethod
     def _parted(cls, tensor: Any, func: Any, args: Any, kwargs: Any) -> Any:

@@ -1,0 +1,115 @@
+"""Weights of ``quantized_model_init`` under FSDP2, and FusedAdam of what a rank has of them: two processes by gloo."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import fp4engine.te.pytorch as te
+from fp4engine.te.common import recipe as recipes
+from tests.ranks import process_group, spawn
+
+WORLD = 2
+RECIPES = {
+    "delayed": recipes.DelayedScaling,
+    "current": recipes.Float8CurrentScaling,
+    "mxfp8": recipes.MXFP8BlockScaling,
+    "blocks": recipes.Float8BlockScaling,
+    "nvfp4": lambda: recipes.NVFP4BlockScaling(disable_stochastic_rounding=True),
+}
+
+
+def whole(local: torch.Tensor) -> torch.Tensor:
+    parts = [torch.empty_like(local) for _ in range(WORLD)]
+    dist.all_gather(parts, local)
+    return torch.cat(parts)
+
+
+def quantized(layer: torch.nn.Linear, values: torch.Tensor) -> torch.Tensor:
+    """``values`` cast as the weight of ``layer`` is, in one piece."""
+    quantizer = layer.weight._local_tensor._get_quantizer().copy()
+    if hasattr(quantizer, "with_amax_reduction"):
+        quantizer.with_amax_reduction, quantizer.amax_reduction_group = False, None
+    return quantizer(values).dequantize()
+
+
+def sharded(recipe, rows: int) -> torch.nn.Linear:
+    with te.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
+        layer = te.Linear(128, rows, bias=False, params_dtype=torch.float32, device="meta")
+    fully_shard(layer, mesh=init_device_mesh("cpu", (WORLD,)))
+    layer.reset_parameters()
+    return layer
+
+
+def gathered(layer: torch.nn.Linear) -> torch.Tensor:
+    layer.unshard()
+    values = layer.weight.detach().dequantize()
+    layer.reshard()
+    return values
+
+
+def step(layer: torch.nn.Linear, optimizer: torch.optim.Optimizer, recipe) -> None:
+    optimizer.zero_grad()
+    with te.autocast(recipe=recipe):
+        layer(torch.linspace(-1, 1, 16 * 128).view(16, 128)).square().mean().backward()
+    optimizer.step()
+
+
+def run_steps(rank: int, folder: str, name: str) -> None:
+    with process_group(rank, WORLD, f"{folder}/store", "gloo"):
+        torch.manual_seed(rank)  # and the largest value lies on one rank
+        recipe = RECIPES[name]()
+        layer = sharded(recipe, 256)
+        first = layer.weight._local_tensor.get_high_precision_init_val()
+        assert first.shape == (128, 128)
+        assert torch.equal(gathered(layer), quantized(layer, whole(first)))
+
+        optimizer = te.optimizers.FusedAdam(layer.parameters(), lr=0.01, master_weights=True)
+        optimizer.initialize_state(layer.weight)
+        optimizer.set_scaled_state(layer.weight, "master_param", first)
+        for _ in range(2):
+            step(layer, optimizer, recipe)
+        master = optimizer.get_unscaled_state(layer.weight, "master_param")
+        assert master.shape == (128, 128) and not torch.equal(master, first)
+        assert torch.equal(gathered(layer), quantized(layer, whole(master)))
+
+        def parts():
+            state = {key: value for key, value in layer.state_dict().items() if key != "_extra_state"}
+            return {"model": state, "optimizer": optimizer.state_dict()}
+
+        dcp.save(parts(), checkpoint_id=f"{folder}/saved")
+        step(layer, optimizer, recipe)
+        loaded = parts()
+        dcp.load(loaded, checkpoint_id=f"{folder}/saved")
+        layer.load_state_dict(loaded["model"], strict=False)
+        optimizer.load_state_dict(loaded["optimizer"])
+        assert torch.equal(optimizer.get_unscaled_state(layer.weight, "master_param"), master)
+        assert torch.equal(gathered(layer), quantized(layer, whole(master)))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_steps_are_those_of_whole_weights(name: str, tmp_path: Path) -> None:
+    spawn(run_steps, (str(tmp_path), name), WORLD)
+
+
+def refuse(rank: int, folder: str) -> None:
+    with process_group(rank, WORLD, f"{folder}/store", "gloo"):
+        for name, multiple in (("mxfp8", 32), ("nvfp4", 16)):
+            layer = sharded(RECIPES[name](), 48)
+            with pytest.raises(RuntimeError, match=f"of which a rank has 24 rows, not a multiple of {multiple}"):
+                layer.unshard()
+
+
+def test_shards_that_tear_blocks_are_refused(tmp_path: Path) -> None:
+    spawn(refuse, (str(tmp_path),), WORLD)
+
+
+def test_a_flat_view_of_blocks_gives_values_and_warns() -> None:
+    tensor = te.MXFP8Quantizer(te.DType.kFloat8E4M3)(torch.randn(32, 64))
+    with pytest.warns(UserWarning, match=r"view\(-1\) of MXFP8Tensor gives its decoded values"):
+        flat = tensor.view(-1)
+    assert torch.equal(flat, tensor.dequantize().flatten())
