@@ -8,6 +8,8 @@ from torch import Tensor
 
 from fp4engine.te.pytorch.constants import DType, FP8BwdTensorIdx, FP8FwdTensorIdx, TE_DType_To_Torch
 from fp4engine.te.pytorch.multi_tensor import (
+    multi_tensor_compute_scale_and_scale_inv,
+    multi_tensor_compute_scale_inv_e8m0,
     multi_tensor_l2norm,
     multi_tensor_scale,
     multi_tensor_scale_tensor,
@@ -22,6 +24,8 @@ __all__ = [
     "FP8FwdTensors",
     "dequantize",
     "fused_amax_and_scale_update_after_reduction",
+    "multi_tensor_compute_scale_and_scale_inv",
+    "multi_tensor_compute_scale_inv_e8m0",
     "multi_tensor_l2norm",
     "multi_tensor_scale",
     "multi_tensor_scale_tensor",

@@ -14,7 +14,7 @@ from fp4engine.te.pytorch import (
     RotaryPositionEmbedding,
     TransformerLayer,
 )
-from fp4engine.te.pytorch.attention import apply_rotary_pos_emb
+from fp4engine.te.pytorch.attention import apply_fused_qkv_rotary_pos_emb, apply_rotary_pos_emb
 from fp4engine.te.pytorch.dot_product_attention import check_set_window_size, get_cu_seqlens, get_full_cu_seqlens
 
 HEADS, GROUPS, SIZE = 4, 2, 8
@@ -163,6 +163,27 @@ def test_a_fused_rotation_is_rounded_once(tensor_format, starts) -> None:
     wide = apply_rotary_pos_emb(x.float(), angles, **options).bfloat16()
     assert torch.equal(apply_rotary_pos_emb(x, angles, fused=True, **options), wide)
     assert not torch.equal(apply_rotary_pos_emb(x, angles, **options), wide)
+
+
+@pytest.mark.parametrize("layout", ["sbhd", "bshd"])
+def test_rotary_embedding_of_q_k_and_v_in_one(layout) -> None:
+    torch.manual_seed(0)
+    angles, other = RotaryPositionEmbedding(SIZE)(5), RotaryPositionEmbedding(SIZE, rotary_percent=0.5)(5)
+    shape = (5, 2) if layout == "sbhd" else (2, 5)
+    qkv = torch.randn(*shape, 3, 4 * SIZE, dtype=torch.bfloat16, requires_grad=True)
+    made = apply_fused_qkv_rotary_pos_emb(qkv, angles, other, [2 * SIZE, SIZE, SIZE], layout)
+    heads = [part.reshape(*shape, -1, SIZE) for part in qkv.split([2 * SIZE, SIZE, SIZE], -1)]
+    expected = [
+        apply_rotary_pos_emb(heads[0], angles, layout, fused=True),
+        apply_rotary_pos_emb(heads[1], other, layout, fused=True),
+        heads[2],
+    ]
+    assert all(map(torch.equal, made, expected)) and all(part.is_contiguous() for part in made)
+    sum(part.float().square().sum() for part in made).backward()
+    assert qkv.grad.count_nonzero() == qkv.numel()
+    for sizes, words in (([SIZE, SIZE], "three sizes"), ([SIZE, 2 * SIZE, SIZE], "a multiple of the second")):
+        with pytest.raises(ValueError, match=words):
+            apply_fused_qkv_rotary_pos_emb(qkv, angles, other, sizes, layout)
 
 
 @pytest.mark.parametrize("layout", ["sbhd", "bshd"])

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+from fp4engine.te import extension
 from fp4engine.te.common.recipe import NVFP4BlockScaling
 from fp4engine.te.pytorch import Linear, quantized_model_init
 from fp4engine.te.pytorch.optimizers import (
@@ -252,3 +253,22 @@ def test_a_step_with_infinite_gradients_is_none() -> None:
         expected.grad = torch.full((4,), 2.0)
         plain.step()
     assert torch.allclose(param, expected) and int(optimizer.param_groups[0]["step"]) == 2
+
+
+def test_scales_of_many_amaxes() -> None:
+    amaxes = [torch.tensor([448.0, 3.0]), torch.tensor([0.0, float("inf"), 1e-45])]
+    scales, inverses = ([torch.empty_like(amax) for amax in amaxes] for _ in range(2))
+    compute = extension.multi_tensor_compute_scale_and_scale_inv
+    multi_tensor_applier(compute, None, [amaxes, scales, inverses], 448.0, False, 0.0)
+    assert scales[0].tolist() == [1.0, (torch.tensor(448.0) / 3).item()]
+    assert scales[1].tolist() == [1.0, 1.0, torch.finfo(torch.float32).max]
+    assert torch.equal(inverses[0], 1 / scales[0])
+    multi_tensor_applier(compute, None, [amaxes, scales, inverses], 448.0, True, 3.5)
+    assert scales[0].tolist() == [1.0, 128.0] and scales[1].tolist() == [128.0, 1.0, 128.0]
+
+
+def test_power_of_two_scales_of_many_amaxes_are_rounded_up() -> None:
+    amax = torch.tensor([448.0, 449.0, 0.0, 2.0**-130, float("inf"), float("nan")])
+    codes = torch.empty(6, dtype=torch.uint8)
+    multi_tensor_applier(extension.multi_tensor_compute_scale_inv_e8m0, None, [[amax], [codes]])
+    assert codes.tolist() == [127, 128, 0, 0, 254, 255]

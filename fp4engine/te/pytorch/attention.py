@@ -15,7 +15,7 @@ from fp4engine.te.pytorch.dot_product_attention import DotProductAttention, OnOn
 from fp4engine.te.pytorch.inference import InferenceParams
 from fp4engine.te.pytorch.module import LayerNormLinear, Linear
 from fp4engine.te.pytorch.norm import LayerNorm, RMSNorm
-from fp4engine.te.pytorch.rope import RotaryPositionEmbedding, apply_rotary_pos_emb
+from fp4engine.te.pytorch.rope import RotaryPositionEmbedding, apply_fused_qkv_rotary_pos_emb, apply_rotary_pos_emb
 
 __all__ = [
     "DotProductAttention",
@@ -23,6 +23,7 @@ __all__ = [
     "L2Normalization",
     "MultiheadAttention",
     "RotaryPositionEmbedding",
+    "apply_fused_qkv_rotary_pos_emb",
     "apply_rotary_pos_emb",
 ]
 

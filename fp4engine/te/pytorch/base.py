@@ -416,10 +416,11 @@ def materialize(module: torch.nn.Module, preserve: bool = False) -> None:
         if parameter.is_meta:
             empty: Any = torch.nn.Parameter(torch.empty_like(parameter, device=place), parameter.requires_grad)
             setattr(module, name, empty)
-            stored = getattr(empty, "_local_tensor", empty)
+            stored: Any = getattr(empty, "_local_tensor", empty)
             if isinstance(stored, QuantizedWeight) and preserve:
-                stored._high_precision_init_val = torch.empty(0)
-            if stored is not empty and hasattr(made_by := getattr(stored, "_quantizer", None), "with_amax_reduction"):
+                stored._high_precision_init_val = torch.empty(0, dtype=parameter.dtype)
+            made_by: Any = getattr(stored, "_quantizer", None)
+            if stored is not empty and hasattr(made_by, "with_amax_reduction"):
                 made_by.with_amax_reduction, made_by.amax_reduction_group = True, empty.device_mesh.get_group(-1)
 
 

@@ -1,4 +1,4 @@
-"""Norms and scales of many tensors at once, as clipping of gradients asks for them.
+"""Norms and scales of many tensors at once, as clipping of gradients and masters of FP8 weights ask for them.
 
 Every function takes a chunk size, which has no effect, and a flag, int32 [1], as TransformerEngine's kernels do.
 """
@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+from fp4engine.reference.scaling import encode_scale
 
 Lists = Sequence[Sequence[Tensor]]
 
@@ -23,7 +25,7 @@ class MultiTensorApply:
     def __init__(self, chunk_size: int) -> None:
         self.chunk_size = chunk_size
 
-    def __call__(self, op: Callable[..., Any], noop_flag_buffer: Tensor, tensor_lists: Lists, *args: Any) -> Any:
+    def __call__(self, op: Callable[..., Any], noop_flag_buffer: Tensor | None, tensor_lists: Lists, *args: Any) -> Any:
         """What ``op(chunk_size, noop_flag_buffer, tensor_lists, *args)`` returns; None where nothing is left.
 
         Raises:
@@ -64,6 +66,35 @@ def multi_tensor_unscale_l2norm(
     norms = torch.stack(torch._foreach_norm([t.float() for t in tensor_lists[0]])) * inv_scale
     _flag(noop_flag, [norms])
     return norms.norm().view(1), norms if per_tensor else norms[:0]
+
+
+def multi_tensor_compute_scale_and_scale_inv(
+    chunk_size: int,
+    noop_flag: Tensor | None,
+    tensor_lists: Lists,
+    max_fp8: float,
+    force_pow_2_scales: bool,
+    epsilon: float,
+) -> None:
+    """The second list becomes ``max_fp8 / amax`` of the first, FP32, and the third its reciprocal.
+
+    Args:
+        force_pow_2_scales: round scales down to powers of two.
+        epsilon: the least amax that is divided by. A scale is 1 where that is zero or Inf, and NaN where it is NaN.
+    """
+    for amax, scale, scale_inv in zip(*tensor_lists, strict=True):
+        made = encode_scale(amax.clamp(min=epsilon), max_fp8)
+        scale.copy_((made.view(torch.int32) & ~0x7FFFFF).view(torch.float32) if force_pow_2_scales else made)
+        scale_inv.copy_(scale.reciprocal())
+
+
+def multi_tensor_compute_scale_inv_e8m0(chunk_size: int, noop_flag: Tensor | None, tensor_lists: Lists) -> None:
+    """The second list, bytes, becomes E8M0 of ``amax / 448`` of the first, rounded up; 255, which is NaN, for NaN."""
+    for amax, scale_inv in zip(*tensor_lists, strict=True):
+        ratio = amax.float() / torch.finfo(torch.float8_e4m3fn).max
+        mantissa, exponent = torch.frexp(ratio.clamp(max=torch.finfo(torch.float32).max))
+        code = torch.where(ratio > 0, exponent + 126 + (mantissa > 0.5), 0).clamp(0, 254)
+        scale_inv.copy_(torch.where(ratio.isnan(), 255, code))
 
 
 def _flag(noop_flag: Tensor, values: Sequence[Tensor]) -> None:

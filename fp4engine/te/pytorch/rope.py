@@ -109,3 +109,42 @@ def apply_rotary_pos_emb(
     starts = [0] * t.shape[axis] if start_positions is None else start_positions.tolist()
     parts = t.unbind(axis)
     return torch.stack([turned(part, start) for part, start in zip(parts, starts, strict=True)], dim=axis)
+
+
+def apply_fused_qkv_rotary_pos_emb(
+    qkv: Tensor,
+    q_freqs: Tensor,
+    k_freqs: Tensor,
+    qkv_split_arg_list: list[int],
+    tensor_format: str = "sbhd",
+    start_positions: Tensor | None = None,
+    interleaved: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Q [S, B, H Q / K, K] and K [S, B, H, K], rotated by :func:`apply_rotary_pos_emb` in FP32, and V [S, B, H, V].
+
+    Args:
+        qkv: [S, B, H, Q + K + V], or with B first.
+        q_freqs, k_freqs: angles [S or more, 1, 1, R].
+        qkv_split_arg_list: Q, K and V, where K is the size of a head and Q a multiple of it.
+        cu_seqlens: without effect.
+
+    Raises:
+        ValueError: ``"thd"``, sizes that are not those of ``qkv``, or as :func:`apply_rotary_pos_emb`.
+    """
+    require_one_of("tensor_format", tensor_format, ("sbhd", "bshd"))
+    sizes = list(qkv_split_arg_list)
+    if len(sizes) != 3 or min(sizes) < 1 or sum(sizes) != qkv.shape[-1] or sizes[0] % sizes[1]:
+        raise ValueError(
+            f"qkv_split_arg_list must be three sizes whose sum is {qkv.shape[-1]}, the first a multiple of the second; "
+            f"got {sizes}"
+        )
+    query, key, value = qkv.split(sizes, dim=-1)
+    query = query.reshape(*qkv.shape[:2], -1, sizes[1])
+    rest = start_positions, interleaved, True, None, cp_size, cp_rank
+    rotated = [
+        apply_rotary_pos_emb(part, freqs, tensor_format, *rest) for part, freqs in ((query, q_freqs), (key, k_freqs))
+    ]
+    return rotated[0], rotated[1], value.contiguous()
