@@ -14,9 +14,7 @@ multiple of ``q_m q_n`` below ``2^24 q_m q_n``: an FP32 number. A tensor core th
 exponent among its addends, as all that are known do, loses none. A tile takes the largest bounds of its rows.
 
 Elsewhere a group is four products of 16 terms. These share two block scales, so each sum is below 2^20 of its smallest
-unit: exact. If ``bound[m] bound[n] < 2^94``, FP32 rounds the sum of the four once: three additions leave three errors,
-each a multiple of ``q_m q_n``, which add up to less than ``2^24 q_m q_n``, exactly, and the last addition is the only
-one that rounds. Beyond that the sum has at most 49 bits, and FP64 takes it. A group whose halves are proved exact may
+unit: exact. Their sum, of at most 49 bits, is exact in FP64 and rounded once. A group whose halves are proved exact may
 be two products of 32 terms, whose sum FP32 rounds once.
 
 :mod:`fp4engine.kernels.gemm_blackwell_hopper` takes large outputs on sm_90.
@@ -57,9 +55,6 @@ BOUNDS = tl.constexpr(4)
 
 LIMIT = 0.99 * 2.0**48
 """Bounds whose product is below this prove a sum exact. They are computed in FP32 to one part in 100,000."""
-
-FAR = tl.constexpr(2.0**46)
-"""Times :data:`LIMIT`: bounds whose product is below this let FP32 sum four products and round once."""
 
 LARGE_TILES = Tiles(64, 128, 64, 8, 3, 1.0)
 SMALL_TILES = Tiles(32, 32, 64, 4, 3, 0.3)
@@ -118,14 +113,6 @@ def bounds_kernel(
 
 
 @triton.jit
-def two_sum(a, b):
-    """``a + b`` in FP32, and what its rounding took away. Source: Knuth, TAOCP 2, 4.2.2."""
-    total = a + b
-    part = total - a
-    return total, (a - (total - part)) + (b - part)
-
-
-@triton.jit
 def add_toward_zero(a, b, HARDWARE: tl.constexpr):
     """``a + b`` rounded toward zero; without PTX by the steps that the reference takes."""
     if PAIRS & HARDWARE:
@@ -133,7 +120,9 @@ def add_toward_zero(a, b, HARDWARE: tl.constexpr):
             "add.rz.f32 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.float32, is_pure=True, pack=1
         )
     else:
-        total, error = two_sum(a, b)
+        total = a + b
+        part = total - a
+        error = (a - (total - part)) + (b - part)
         too_far = ((error < 0) & (total > 0)) | ((error > 0) & (total < 0))
         return from_bits(to_bits(total) - too_far.to(tl.uint32))
 
@@ -144,22 +133,6 @@ def load_terms(ptrs, inside, k, K, WIDTH: tl.constexpr, INTERPRETED: tl.constexp
     terms = k + tl.arange(0, WIDTH)
     values = load_values(ptrs + terms[None, :], inside & (terms < K)[None, :])
     return values.to(tl.float32) if INTERPRETED else values  # the interpreter's dot multiplies BF16 bit patterns
-
-
-@triton.jit
-def dot_terms(left_ptrs, right_ptrs, in_m, in_n, k, K, WIDTH: tl.constexpr, INTERPRETED: tl.constexpr):
-    left = load_terms(left_ptrs, in_m, k, K, WIDTH, INTERPRETED)
-    right = load_terms(right_ptrs, in_n, k, K, WIDTH, INTERPRETED)
-    return tl.dot(left, right.T, input_precision="ieee")
-
-
-@triton.jit
-def add_four(a, b, c, d):
-    """``a + b + c + d``, rounded once, where the three errors' sum is exact."""
-    first, first_error = two_sum(a, b)
-    second, second_error = two_sum(c, d)
-    total, error = two_sum(first, second)
-    return total + (first_error + second_error + error)
 
 
 @triton.jit
@@ -183,18 +156,17 @@ def blackwell_gemm_kernel(
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for step in range(steps):
         k = step * SUM_GROUP
-        # In no branch, or its loads would not overlap others'.
-        group = dot_terms(left_ptrs, right_ptrs, in_m, in_n, k, K, SUM_GROUP, INTERPRETED)
-        bound = tl.load(left_bound_ptr + step * BOUNDS) * tl.load(right_bound_ptr + step)
-        if not bound < limit:
-            a = dot_terms(left_ptrs, right_ptrs, in_m, in_n, k, K, 16, INTERPRETED)
-            b = dot_terms(left_ptrs, right_ptrs, in_m, in_n, k + 16, K, 16, INTERPRETED)
-            c = dot_terms(left_ptrs, right_ptrs, in_m, in_n, k + 32, K, 16, INTERPRETED)
-            d = dot_terms(left_ptrs, right_ptrs, in_m, in_n, k + 48, K, 16, INTERPRETED)
-            if bound < limit * FAR:
-                group = add_four(a, b, c, d)
-            else:
-                group = (a.to(tl.float64) + b.to(tl.float64) + c.to(tl.float64) + d.to(tl.float64)).to(tl.float32)
+        left = load_terms(left_ptrs, in_m, k, K, SUM_GROUP, INTERPRETED)
+        right = load_terms(right_ptrs, in_n, k, K, SUM_GROUP, INTERPRETED)
+        group = tl.dot(left, right.T, input_precision="ieee")  # in no branch, or its loads would not overlap others'
+        is_exact = tl.load(left_bound_ptr + step * BOUNDS) * tl.load(right_bound_ptr + step) < limit
+        if not is_exact:
+            total = tl.zeros((BLOCK_M, BLOCK_N), tl.float64)
+            for term in tl.static_range(0, SUM_GROUP, 16):
+                few_left = load_terms(left_ptrs, in_m, k + term, K, 16, INTERPRETED)
+                few_right = load_terms(right_ptrs, in_n, k + term, K, 16, INTERPRETED)
+                total += tl.dot(few_left, few_right.T, input_precision="ieee").to(tl.float64)
+            group = total.to(tl.float32)
         acc = add_toward_zero(acc, group, HARDWARE)
     finish(
         acc, rows, cols, out_ptr, left_amax_ptr, right_amax_ptr, bias_ptr, numerator, M, N, stride_out,

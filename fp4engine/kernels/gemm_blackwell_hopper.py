@@ -5,9 +5,9 @@ warpgroups with 64 rows each. A step of the ring is one group of 64 terms. A con
 :data:`WIDTH` columns at a time, since it has no registers for the group's sums of all columns beside its own.
 
 Where :func:`fp4engine.kernels.gemm_blackwell.is_exact` says that no rounding can take place, a group is one product.
-Elsewhere it is four products of 16 terms, which tensor cores add exactly. FP32 adds those, with the errors of its
-additions, or FP64. Converting FP32 to FP64 is slow on this GPU, so that sum is taken of numbers 2^896 times smaller,
-whose bits are FP32's, shifted: one integer multiplication and one mask.
+Elsewhere it is four products of 16 terms, which tensor cores add exactly, and FP64 adds those. Converting FP32 to FP64
+is slow on this GPU, so the sum is taken of numbers 2^896 times smaller, whose bits are FP32's, shifted: one integer
+multiplication and one mask.
 
 Dims: M rows of left, N rows of right, K the contracted (last) axis of both.
 """
@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from fp4engine.kernels.gemm_blackwell import BOUNDS, FAR, RIGHT_STRIP, Bounds
+from fp4engine.kernels.gemm_blackwell import BOUNDS, RIGHT_STRIP, Bounds
 from fp4engine.kernels.gemm_hopper import (
     BLOCKS,
     CONSUMER_REGISTERS,
@@ -66,22 +66,6 @@ def _add_four(a, b, c, d, shift):
     return gl.inline_asm_elementwise(
         _ADD_FOUR, "=r,r,r,r,r,r", [a, b, c, d, shift], dtype=gl.float32, is_pure=True, pack=1
     )
-
-
-@gluon.jit
-def _two_sum(a, b):
-    total = a + b
-    part = total - a
-    return total, (a - (total - part)) + (b - part)
-
-
-@gluon.jit
-def _add_four_near(a, b, c, d):
-    """As :func:`_add_four` in FP32, by :func:`fp4engine.kernels.gemm_blackwell.add_four`."""
-    first, first_error = _two_sum(a, b)
-    second, second_error = _two_sum(c, d)
-    total, error = _two_sum(first, second)
-    return total + (first_error + second_error + error)
 
 
 @gluon.jit
@@ -139,10 +123,7 @@ def _add_piece(acc, left, right, left_bounds, right_bounds, limit, shift):
         for term in gl.static_range(0, 64, 16):
             sums += (_multiply(left, right, term, 16),)
         a, b, c, d = warpgroup_mma_wait(0, deps=sums)
-        if whole < limit * FAR:
-            acc = _add_toward_zero(acc, _add_four_near(a, b, c, d))
-        else:
-            acc = _add_toward_zero(acc, _add_four(a, b, c, d, shift))
+        acc = _add_toward_zero(acc, _add_four(a, b, c, d, shift))
     return acc
 
 
