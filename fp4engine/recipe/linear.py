@@ -118,10 +118,10 @@ class HeldScaling(LinearRecipe):
     """Casts with one outer amax per tensor, which is sampled at every ``hold``-th optimizer step and held in between.
 
     A module samples the amax of each of its tensors when it first casts it, and again when ``hold`` optimizer steps are
-    over. Microbatches between two optimizer steps do not count, and take the sample of the first. Both casts of a
-    tensor share its amax. Block scales are UE5M3, whose range leaves room for tensors that have grown since: 256 times
-    with ``scale_bound=448``. Beyond that elements saturate. An Inf or a NaN in a tensor still makes its product
-    non-finite, and is no sample.
+    over. Microbatches between two optimizer steps do not count, and take the sample of the first; steps of every
+    optimizer in the process count, of another model's too. Both casts of a tensor share its amax. Block scales are
+    UE5M3, whose range leaves room for tensors that have grown since: 256 times with ``scale_bound=448``. Beyond that
+    elements saturate. An Inf or a NaN in a tensor still makes its product non-finite, and is no sample.
 
     Amaxes belong to the modules; see :func:`fp4engine.get_amax_history`.
 
