@@ -415,7 +415,7 @@ class _Controlled(Linear):
 
     def forward(self, input: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         state = self._state_in_force()
-        plan = None if self.channels is None else self._plan_under(state, self.weight.device)
+        plan = None if self.channels is None else self._plan_under(state, self.weight)
         if self.channels is None or plan is None or plan.is_identity:
             output = super().forward(input, is_first_microbatch)
             if self.norms is not None and self.training and not in_backward():  # checkpointing repeats forwards

@@ -222,9 +222,9 @@ def reference_digests() -> dict[str, str]:
 
 
 def differences(certificate: Mapping[str, Any]) -> list[str]:
-    """The names of digests that are not the reference's."""
-    found, reference = digests_of(certificate), reference_digests()
-    return [name for name in (found | reference) if found.get(name) != reference.get(name)]
+    """The names of digests that are not the reference's; what a certificate lacks, it does not say."""
+    reference = reference_digests()
+    return [name for name, digest in digests_of(certificate).items() if digest != reference.get(name)]
 
 
 def in_folder(folder: str | Path) -> dict[str, dict[str, Any]]:
@@ -244,8 +244,11 @@ def table(certificates: Mapping[str, Mapping[str, Any]]) -> str:
     """A Markdown table of certificates, a row each."""
     lines = ["| machine | torch, Triton | digests | its own FP4 sums |", "|---|---|---|---|"]
     for certificate in certificates.values():
-        wrong, total = differences(certificate), len(reference_digests())
-        digests = f"{total - len(wrong)} of {total} the reference's" + (f"; not {', '.join(wrong)}" if wrong else "")
+        found, wrong = digests_of(certificate), differences(certificate)
+        digests = f"{len(found) - len(wrong)} of {len(found)} the reference's"
+        digests += f"; not {', '.join(wrong)}" if wrong else ""
+        missing = [name for name in reference_digests() if name not in found]
+        digests += f"; made before {', '.join(missing)}" if missing else ""
         machine = certificate["machine"]
         versions = f"{machine['torch']}, {machine['triton']}"
         lines.append(f"| {machine['device']} | {versions} | {digests} | {_native(certificate['sums'])} |")

@@ -274,7 +274,7 @@ class Gemms(Named):
     ) -> Tensor:
         """As :meth:`multiply`, without calling listeners."""
         state = self._state_in_force()
-        plan = self._plan_under(state, weight.device)
+        plan = self._plan_under(state, weight)
         main_grad = self._main_grad(weight, is_first_microbatch) if self.fuse_wgrad_accumulation else None
         if plan is None:
             if isinstance(weight, QuantizedWeight):
@@ -404,7 +404,7 @@ class Gemms(Named):
         if is_first_microbatch is not None:
             require_one_of("is_first_microbatch", is_first_microbatch, (None, False, True))
         state = self._state_in_force()
-        plan = self._plan_under(state, weight.device)
+        plan = self._plan_under(state, weight)
         if plan is None:
             return None
         if is_distributed(weight, bias):
@@ -440,8 +440,8 @@ class Gemms(Named):
             )
         return None
 
-    def _plan_under(self, state: AutocastState | None, device: torch.device) -> LinearPlan | None:
-        """The plan of this forward, which computes on ``device``.
+    def _plan_under(self, state: AutocastState | None, weight: "Tensor | QuantizedWeight") -> LinearPlan | None:
+        """The plan of this forward, which computes where ``weight`` is.
 
         Raises:
             RuntimeError: a recomputation cannot repeat its draws, or does not know its scales.
@@ -454,7 +454,7 @@ class Gemms(Named):
             if state is None:
                 raise no_step(self.recipe)
             mode = "train" if self.training or torch.is_grad_enabled() else "eval"
-            return getattr(self._remembering, self._leave_remembering(state.recipe.number, mode, str(device)))
+            return getattr(self._remembering, self._leave_remembering(state.recipe.number, mode, str(weight.device)))
         if not self._ran_by_recipe:  # an assignment to a module's attribute is a call of Python
             self._ran_by_recipe = True
         if in_backward():

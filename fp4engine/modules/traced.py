@@ -65,8 +65,8 @@ class Remembering:
 
     def __getattr__(self, name: str) -> LinearPlan:
         """The plan under the name ``"train"`` or ``"eval"``, number of the recipe, and device, with spaces between."""
-        module = self._module()
-        if " " not in name or module is None:
+        # The first question is for copies: they ask for names before there is a module.
+        if " " not in name or (module := self._module()) is None:
             raise AttributeError(name)
         mode, recipe, device = name.split(" ")
         plan = module.plan_by(numbered(recipe)).remembering_in(module.amax_histories)
