@@ -35,7 +35,7 @@ from fp4engine.recipe import NVFP4BlockScaling
 
 WORLD, STEPS, EVERY = 2, 24, 4
 KEPT = 2
-TIMEOUT = timedelta(seconds=15)
+TIMEOUT = timedelta(seconds=10)
 """Of the collectives of a rank that will be left alone; others wait as long as PyTorch lets them."""
 
 

@@ -49,14 +49,6 @@ TOKENWISE = {  # and the bytes of a token, of 40 features that most pad
 }
 
 
-@pytest.fixture
-def alone():
-    """A process group of this process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 # What ranks send, all of which each of them can compute
 
 
@@ -278,7 +270,7 @@ def step(recipe, quantizer):
 @pytest.mark.parametrize(
     "name", ["nvfp4_forward_mxfp8_backward", "nvfp4_forward_high_precision_backward", "mxfp8_from_forward", "mxfp8"]
 )
-def test_experts_that_repeat_the_cast_have_the_bytes_of_dispatch_in_high_precision(alone, name):
+def test_experts_that_repeat_the_cast_have_the_bytes_of_dispatch_in_high_precision(group_of_one, name):
     """Gradients too, where they are made of what the forward pass multiplied."""
     recipe = zoo.make("mxfp8_forward_high_precision_backward" if name == "mxfp8_from_forward" else name)
     own = make_quantizer(recipe, QuantizerRole("grouped_linear", "input"))
@@ -287,7 +279,7 @@ def test_experts_that_repeat_the_cast_have_the_bytes_of_dispatch_in_high_precisi
     assert all(same) if name != "mxfp8" else same[0]
 
 
-def test_the_gradient_of_a_gradient_is_sent_too(alone):
+def test_the_gradient_of_a_gradient_is_sent_too(group_of_one):
     """As by PyTorch's own all-to-all: sending is linear."""
     x = torch.randn(6, 32, requires_grad=True)
     y = all_to_all_tokens(x * x, [6], [6])
@@ -310,44 +302,43 @@ def test_the_example_prints_what_is_lost(capsys):
 
 FRESH = Rotation(16, Signs.DGRAD)
 TENSOR = make_quantizer(DelayedScaling(), QuantizerRole("linear", "input"))
-REFUSED = {
-    "tensor scale": ({"quantizer": NVFP4Quantizer()}, "quantizer must cast every token by itself: its outer scale"),
-    "gradients too": ({"grad_quantizer": NVFP4Quantizer()}, "grad_quantizer must cast every token by itself"),
-    "tiles": ({"quantizer": Quantizer(ROWS.replace(block=(16, 16)))}, "blocks of 16x16 are of several tokens"),
-    "drawn signs": ({"quantizer": Quantizer(ROWS.replace(rotation=FRESH))}, "draws signs, which do not travel"),
-    "scalar": (
+REFUSED = [
+    ({"quantizer": NVFP4Quantizer()}, "quantizer must cast every token by itself: its outer scale"),
+    ({"grad_quantizer": NVFP4Quantizer()}, "grad_quantizer must cast every token by itself"),
+    ({"quantizer": Quantizer(ROWS.replace(block=(16, 16)))}, "blocks of 16x16 are of several tokens"),
+    ({"quantizer": Quantizer(ROWS.replace(rotation=FRESH))}, "draws signs, which do not travel"),
+    (
         {"quantizer": Quantizer(ROWS.replace(correction=Correction.SCALAR))},
         "its correction is that of all rows",
     ),
-    "history": ({"quantizer": TENSOR}, "DelayedQuantizer needs more than its values"),
-    "clipped": (
+    ({"quantizer": TENSOR}, "DelayedQuantizer needs more than its values"),
+    (
         {"quantizer": Quantizer(ROWS, ROWS, "rowwise_dequantized", clipped_gradient=True)},
         "clipped_gradient=True needs to know what saturated",
     ),
-    "a recipe": ({"quantizer": zoo.make("nvfp4")}, "quantizer must be a Quantizer or None, got NVFP4BlockScaling"),
-    "a vector": ({"tokens": torch.randn(32)}, r"matrix \[M, K\] of float16, .*got torch.float32 of shape \(32,\)"),
-    "integers": ({"tokens": torch.ones(4, 32, dtype=torch.int32)}, "got torch.int32 of shape"),
-    "a list": ({"tokens": [[1.0]]}, r"got \[\[1.0\]\]"),
-    "their sum": ({"input_splits": [3]}, r"input_splits must add up to the 4 rows of tokens, got \[3\]"),
-    "truth": ({"input_splits": [True]}, r"counts, one for each rank of group, got \[True\]"),
-    "nothing": ({"input_splits": None}, "counts, one for each rank of group, got None"),
-    "their number": ({"input_splits": [2, 2]}, "input_splits must be 1 counts, one for each rank of group, got"),
-    "negative": ({"output_splits": [-1]}, "output_splits must be 1 counts"),
-    "fractions": ({"output_splits": [4.0]}, "output_splits must be 1 counts"),
-    "on a device": ({"input_splits": torch.tensor([4])}, "input_splits must be a list, .*call tolist"),
-    "a mesh": ({"group": "dp"}, "group must be a ProcessGroup or None, got 'dp'; of a mesh, mesh.get_group()"),
-}
+    ({"quantizer": zoo.make("nvfp4")}, "quantizer must be a Quantizer or None, got NVFP4BlockScaling"),
+    ({"tokens": torch.randn(32)}, r"matrix \[M, K\] of float16, .*got torch.float32 of shape \(32,\)"),
+    ({"tokens": torch.ones(4, 32, dtype=torch.int32)}, "got torch.int32 of shape"),
+    ({"tokens": [[1.0]]}, r"got \[\[1.0\]\]"),
+    ({"input_splits": [3]}, r"input_splits must add up to the 4 rows of tokens, got \[3\]"),
+    ({"input_splits": [True]}, r"counts, one for each rank of group, got \[True\]"),
+    ({"input_splits": None}, "counts, one for each rank of group, got None"),
+    ({"input_splits": [2, 2]}, "input_splits must be 1 counts, one for each rank of group, got"),
+    ({"output_splits": [-1]}, "output_splits must be 1 counts"),
+    ({"output_splits": [4.0]}, "output_splits must be 1 counts"),
+    ({"input_splits": torch.tensor([4])}, "input_splits must be a list, .*call tolist"),
+    ({"group": "dp"}, "group must be a ProcessGroup or None, got 'dp'; of a mesh, mesh.get_group()"),
+]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_sent_is_refused_by_name(alone, name):
-    changed, message = REFUSED[name]
-    arguments = {"tokens": torch.randn(4, 32), "output_splits": [4], "input_splits": [4]} | changed
-    with pytest.raises(ValueError, match=message):
-        all_to_all_tokens(**arguments)
+def test_what_cannot_be_sent_is_refused_by_name(group_of_one):
+    for changed, message in REFUSED:
+        arguments = {"tokens": torch.randn(4, 32), "output_splits": [4], "input_splits": [4]} | changed
+        with pytest.raises(ValueError, match=message):
+            all_to_all_tokens(**arguments)
 
 
-def test_counts_are_whatever_is_an_integer(alone):
+def test_counts_are_whatever_is_an_integer(group_of_one):
     tokens = torch.randn(4, 32)
     for four in (np.int64(4), torch.tensor(4)):
         assert torch.equal(all_to_all_tokens(tokens, [four], (four,)), tokens)
@@ -355,7 +346,7 @@ def test_counts_are_whatever_is_an_integer(alone):
         all_to_all_tokens(tokens, [np.float32(4)], [4])
 
 
-def test_shards_of_a_tensor_are_refused(alone):
+def test_shards_of_a_tensor_are_refused(group_of_one):
     tokens = distribute_tensor(torch.randn(4, 32), init_device_mesh("cpu", (1,)))
     with pytest.raises(ValueError, match=r"got a DTensor; its rows on this rank are tokens\.to_local"):
         all_to_all_tokens(tokens, [4], [4])

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fp4engine
-from fp4engine.distributed import fp4_all_gather, sharded_weight
+from fp4engine.distributed import fp4_all_gather
 from fp4engine.functional import make_linear_plan
 from fp4engine.recipe import NVFP4BlockScaling, zoo
 from tests.ranks import process_group, spawn
@@ -335,26 +335,6 @@ def operands(rank: int, hidden: int = 96):
                 ]
         block.reshard()
     return found
-
-
-def casts(rank: int):
-    """How often weights are cast: in two steps of three microbatches each, and after one shard was written to."""
-    model, found = shard(make_model(), True), []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(2):
-        with patch.object(sharded_weight, "Sent", wraps=sharded_weight.Sent) as cast:
-            for _ in range(3):
-                with fp4engine.autocast(recipe=DEFAULT):
-                    model(torch.randn(32, 64)).square().mean().backward()
-        found.append(cast.call_count)
-        optimizer.step()
-    with patch.object(sharded_weight, "Sent", wraps=sharded_weight.Sent) as cast:
-        for _ in range(2):
-            with torch.no_grad(), fp4engine.autocast(recipe=DEFAULT):
-                model(torch.ones(8, 64))
-                model.reshard()
-                model[0][0].weight.mul_(2)
-    return [*found, cast.call_count]
 
 
 def dropped(rank: int):
@@ -672,7 +652,7 @@ CHECKS = {
     check.__name__: check
     for check in (
         three_steps, recipes, modules, frozen, offloaded, fused, checkpointed, compiled, written_by_graphs, kept,
-        evaluated, moved, stepped_in_backward, overwritten, wire, operands, casts, dropped, released, broadcast, nan,
+        evaluated, moved, stepped_in_backward, overwritten, wire, operands, dropped, released, broadcast, nan,
         plain, assigned, from_meta, replaced, rounded, refused, misplaced, stepped, unlike, copied, reasons,
     )
 }  # fmt: skip
@@ -742,10 +722,6 @@ def test_half_a_byte_an_element_goes_over_the_wire_and_amaxes_once_a_step(ranks)
         assert {nbytes for nbytes, _ in gathers} == {2 * PART}
         amaxes = [(4 * 4, torch.int32)]
         assert reductions == [amaxes, [], []] * 2
-
-
-def test_a_weight_is_cast_once_until_it_changes(ranks):
-    assert all(rank["casts"] == [4, 4, 4 + 1] for rank in ranks)
 
 
 def test_kept_codes_are_dropped_when_the_optimizer_steps(ranks):
