@@ -4,7 +4,6 @@ import errno
 import itertools
 import json
 import os
-import random
 import re
 import shutil
 import signal
@@ -259,23 +258,6 @@ def test_two_processes_are_never_in_one_folder(arguments: list[str], tmp_path: P
     child.wait()
 
 
-@pytest.mark.slow
-def test_kills_at_random_moments_change_nothing(arguments, whole: Path, tmp_path: Path, pytestconfig) -> None:
-    argv = [*arguments, "--name", "broken"]
-    broken, moments = tmp_path / "runs" / "broken", random.Random(14)
-    kills, most = 0, pytestconfig.getoption("--kills")
-    while not (broken / "report.md").exists():
-        child = process([*argv, "--resume"] if (broken / "config.json").exists() else argv)
-        try:
-            child.wait(timeout=moments.uniform(1, 12) if kills < most else None)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            kills += 1
-        output, error = child.communicate()
-        assert child.returncode in (0, -signal.SIGKILL), output + error
-    same_run(broken, whole)
-
-
 class FullDisk:
     """From the given call on, every write of a whole file writes half of it and fails, and so does every line."""
 
@@ -304,7 +286,7 @@ class FullDisk:
         return self.calls >= self.first
 
 
-@pytest.mark.parametrize("first", [1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 20, 30, 35])
+@pytest.mark.parametrize("first", [1, 2, 3, 4, 5, 9, 15, 30])
 def test_a_full_disk_is_one_line_and_the_run_continues_bit_for_bit(
     first: int, arguments: list[str], whole: Path, tmp_path: Path, monkeypatch, capsys
 ) -> None:
