@@ -20,6 +20,7 @@ from fp4engine.export import export_checkpoint
 from fp4engine.integrations import TrainingState
 from fp4engine.optimizer_hooks import OsciReset, OutControl, outlier_recipe
 from fp4engine.recipe import LinearRecipe, Recipe, Rule, RuledRecipe, ScheduledRecipe, recipe_from_json, zoo
+from tests.optimizers import Decaying, Lookahead, Wrapping
 from tests.ranks import process_group, spawn
 from tests.recipes.test_sources import Draws, mxfp8, tetrajet
 
@@ -113,30 +114,6 @@ def test_osci_reset_does_what_the_source_does(name: str) -> None:
     assert hook.reset_share is not None and 0 < hook.reset_share < 1
 
 
-def test_a_weight_that_jumps_is_reset_and_one_that_walks_is_not() -> None:
-    """Elements on a middle, moved by a little back and forth, jump a whole step each time."""
-    layer = fp4engine.Linear(64, 16, bias=False, recipe=zoo.make("nvfp4"))
-    with torch.no_grad():
-        layer.weight.fill_(1.0)
-        layer.weight[:, ::16] = 6.0
-        layer.weight[:, 5] = 1.75  # between 1.5 and 2
-        layer.weight[:, 9] = 1.6
-    optimizer = torch.optim.SGD(layer.parameters(), 1.0)
-    hook = OsciReset(layer, optimizer, period=12, window=8)
-    walked = torch.zeros_like(layer.weight)
-    for step in range(10):
-        walked[:, 5] = 1e-3 * (-1) ** step
-        walked[:, 9] = 1e-3
-        layer.weight.grad = walked.clone()
-        optimizer.step()
-    kept = 1.6 - 10e-3
-    assert hook.reset_share == pytest.approx(16 / layer.weight.numel())
-    torch.testing.assert_close(layer.weight[:, 5], torch.full((16,), 2.0), rtol=1e-2, atol=0)
-    torch.testing.assert_close(layer.weight[:, 9], torch.full((16,), kept), rtol=1e-5, atol=0)
-    decoded = fp4engine.cast(layer.weight.detach(), zoo.TILES)
-    torch.testing.assert_close(layer.weight[:, 5], decoded[:, 5], rtol=1e-6, atol=0)
-
-
 def make_hook(kind: type[OsciReset | OutControl], manual: bool) -> tuple[torch.optim.Optimizer, OsciReset | OutControl]:
     layer = fp4engine.Linear(64, 16)
     optimizer = torch.optim.SGD(layer.parameters())
@@ -156,64 +133,29 @@ def test_a_manual_hook_counts_what_it_is_told(kind: type[OsciReset | OutControl]
         make_hook(kind, "no")  # pyright: ignore[reportArgumentType]
 
 
-class Decaying(torch.optim.SGD):
-    """An optimizer as users write them: its step calls that of its base."""
-
-    def step(self, closure: Any = None) -> Any:
-        self.param_groups[0]["lr"] *= 0.9
-        return super().step(closure)
-
-
-class Wrapping(torch.optim.Optimizer):
-    """A wrapper as Accelerate's: an optimizer to ``isinstance``, without hooks of its own."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-
-    def step(self, closure: Any = None) -> Any:
-        return self.optimizer.step(closure)
-
-
-class Lookahead(torch.optim.Optimizer):
-    """A wrapper with hooks of its own, which changes weights after the optimizer inside."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__(optimizer.param_groups, {})
-        self.optimizer = optimizer
-
-    def step(self, closure: Any = None) -> Any:
-        self.optimizer.step(closure)
-        for parameter in self.param_groups[0]["params"]:
-            parameter.data.fill_(7)
-
-
-def test_a_hook_of_a_wrapper_that_has_hooks_comes_after_all_that_it_does() -> None:
-    layer = fp4engine.Linear(64, 16)
-    optimizer = Lookahead(torch.optim.SGD(layer.parameters()))
-    hook = OsciReset(layer, optimizer, zoo.make("nvfp4"))
-    optimizer.step()
-    (previous, *_) = hook.state_dict()["oscillations"][""]
-    assert hook.step == 1 and bool((previous == 7).all())
-
-
 @pytest.mark.parametrize("kind", [OsciReset, OutControl])
-def test_a_step_that_calls_its_base_s_counts_once(kind: type[OsciReset | OutControl]) -> None:
+@pytest.mark.parametrize("optimizer_kind", [Decaying, Wrapping, Lookahead])
+def test_a_step_of_a_subclass_or_wrapper_counts_once_when_it_has_ended(optimizer_kind: Any, kind: Any) -> None:
     layer = fp4engine.Linear(64, 16)
-    torch.optim.SGD(layer.parameters())  # from now on PyTorch calls hooks after each step of the base, too
-    optimizer = Decaying(layer.parameters())
-    hook = (
-        OsciReset(layer, optimizer, zoo.make("nvfp4"))
-        if kind is OsciReset
-        else OutControl(layer, optimizer, multiple=16)
+    optimizer = optimizer_kind(
+        layer.parameters() if optimizer_kind is Decaying else torch.optim.SGD(layer.parameters())
     )
+    settings = {"recipe": zoo.make("nvfp4")} if kind is OsciReset else {"multiple": 16}
+    hook = kind(layer, optimizer, **settings)
     for _ in range(3):
         optimizer.step()
     assert hook.step == 3
+    if isinstance(hook, OsciReset):
+        (previous, *_) = hook.state_dict()["oscillations"][""]
+        assert bool((previous == 7).all()) == (optimizer_kind is Lookahead)
 
     def step(optimizer: torch.optim.Optimizer) -> None:  # a function of a training loop is none of the optimizer's
         optimizer.step()
 
     step(optimizer)
+    assert hook.step == 4
+    hook.remove()
+    optimizer.step()
     assert hook.step == 4
 
 
@@ -234,17 +176,6 @@ def test_a_compiled_step_that_calls_its_base_s_counts_once(whole: bool) -> None:
     for _ in range(3):
         run(step)
     assert hook.step == 3
-
-
-def test_a_hook_of_a_wrapper_is_one_of_what_it_wraps() -> None:
-    layer = fp4engine.Linear(64, 16)
-    wrapper = Wrapping(torch.optim.SGD(layer.parameters()))
-    hook = OsciReset(layer, wrapper, zoo.make("nvfp4"))
-    wrapper.step()
-    assert hook.step == 1
-    hook.remove()
-    wrapper.step()
-    assert hook.step == 1
 
 
 @pytest.mark.parametrize("manual", [False, True])
@@ -299,34 +230,40 @@ def test_a_hook_refuses_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hook.step == 0
 
 
-def test_osci_reset_goes_on_from_a_checkpoint_within_a_window() -> None:
+@pytest.mark.parametrize(
+    ("kind", "settings", "half", "steps"),
+    [
+        pytest.param(OsciReset, {"period": 10, "window": 6, "threshold": 2.0}, 14, 23, id="within a window"),
+        pytest.param(OutControl, {"start": 2, "steps": 3, "multiple": 16}, 5, 12, id="while norms are recorded"),
+        pytest.param(OutControl, {"start": 2, "steps": 3, "multiple": 16}, 8, 12, id="with channels"),
+    ],
+)
+def test_a_hook_goes_on_from_a_checkpoint(kind: Any, settings: dict[str, Any], half: int, steps: int) -> None:
     """Bit for bit, with stochastic rounding and fresh signs, and with the random stream beside it."""
     recipe = zoo.make("tetrajet2")
-    settings = {"period": 10, "window": 6, "threshold": 2.0}
 
-    def begin() -> tuple[nn.Module, torch.optim.Optimizer, OsciReset]:
+    def begin(seed: int) -> list[Any]:
+        fp4engine.manual_seed(seed)
         net = model()
         optimizer = OPTIMIZERS["AdamW"](list(net.parameters()))
-        return net, optimizer, OsciReset(net, optimizer, recipe, **settings)
+        own = {"recipe": recipe} if kind is OsciReset else {}
+        return [net, optimizer, kind(net, optimizer, **own, **settings), TrainingState(net)]
 
-    fp4engine.manual_seed(3)
-    whole, optimizer, hook = begin()
-    train(whole, optimizer, recipe, batches(14))
-    assert hook.state_dict()["oscillations"], "within a window"
+    whole = begin(3)
+    train(*whole[:2], recipe, batches(half))
     file = io.BytesIO()
-    saved = [whole, optimizer, hook, TrainingState(whole)]
-    torch.save([part.state_dict() for part in saved], file)
-    train(whole, optimizer, recipe, batches(23, 14))
-    assert hook.reset_share
-
-    fp4engine.manual_seed(99)
-    resumed, optimizer, again = begin()
+    torch.save([part.state_dict() for part in whole], file)
+    train(*whole[:2], recipe, batches(steps, half))
+    resumed = begin(99)
     file.seek(0)
-    for part, state in zip([resumed, optimizer, again, TrainingState(resumed)], torch.load(file), strict=True):
+    for part, state in zip(resumed, torch.load(file), strict=True):
         part.load_state_dict(state)
-    train(resumed, optimizer, recipe, batches(23, 14))
-    assert equal(whole, resumed)
-    assert again.reset_share == hook.reset_share and again.step == hook.step == 23
+    train(*resumed[:2], recipe, batches(steps, half))
+    assert equal(whole[0], resumed[0])
+    hook, again = whole[2], resumed[2]
+    assert again.step == hook.step == steps
+    if kind is OsciReset:
+        assert again.reset_share == hook.reset_share > 0
 
 
 def test_osci_reset_says_what_it_cannot_do() -> None:
@@ -605,31 +542,6 @@ def test_products_of_outlying_channels_are_the_source_s() -> None:
     assert 0.1 < error < 0.25, "two stochastic casts of 18.9e-3 each"
     assert layer.executed.counts["fprop", "e4m3 x e4m3"] == 1
     assert layer.executed.counts["dgrad", "e2m1 x e2m1"] == 2
-
-
-def test_out_control_goes_on_from_a_checkpoint() -> None:
-    """While norms are recorded, and after channels are chosen."""
-    recipe = zoo.make("tetrajet2")
-
-    def begin() -> tuple[nn.Module, torch.optim.Optimizer, OutControl]:
-        net = model()
-        optimizer = OPTIMIZERS["AdamW"](list(net.parameters()))
-        return net, optimizer, OutControl(net, optimizer, start=2, steps=3, multiple=16)
-
-    for half in (5, 8):
-        fp4engine.manual_seed(3)
-        whole, optimizer, hook = begin()
-        train(whole, optimizer, recipe, batches(half))
-        file = io.BytesIO()
-        torch.save([part.state_dict() for part in (whole, optimizer, hook, TrainingState(whole))], file)
-        train(whole, optimizer, recipe, batches(12, half))
-        fp4engine.manual_seed(99)
-        resumed, optimizer, again = begin()
-        file.seek(0)
-        for part, state in zip([resumed, optimizer, again, TrainingState(resumed)], torch.load(file), strict=True):
-            part.load_state_dict(state)
-        train(resumed, optimizer, recipe, batches(12, half))
-        assert equal(whole, resumed)
 
 
 def test_out_control_says_what_it_cannot_do() -> None:

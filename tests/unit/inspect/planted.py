@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import fp4engine
 from fp4engine.recipe import Recipe
 
-WIDTH, CLASSES, ROWS, STEPS = 64, 8, 32, 12
+WIDTH, CLASSES, ROWS, STEPS = 64, 8, 32, 6
 OUTLIER = "layers.1"
 TINY_GRADIENTS = "layers.4"
 SATURATING = "head"

@@ -1,7 +1,6 @@
 """What is recorded of a training run, and that the run does not notice."""
 
 import copy
-import gc
 import json
 import re
 import subprocess
@@ -11,6 +10,7 @@ import types
 from contextlib import nullcontext
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,10 +25,9 @@ from fp4engine.inspect import report, statistics
 from fp4engine.inspect.recorder import scalars
 from fp4engine.inspect.watch import layers_of, watching
 from fp4engine.ops import Operand
-from fp4engine.quantizers import Quantizer
 from fp4engine.recipe import Casts, LinearRecipe, Rule, RuledRecipe, zoo
-from fp4engine.reference import unpack
 from fp4engine.reference.rounding import decode
+from tests.optimizers import Decaying, Lookahead, Wrapping
 
 
 class Model(nn.Module):
@@ -78,51 +77,6 @@ def test_training_has_the_same_bytes_with_and_without(name: str, tmp_path: Path)
     only = {"high_precision": {"run", "tensor"}, "fp8_delayed": {"run", "refusal"}}
     only["ue5m3_held"] = only["fp8_delayed"]
     assert kinds == only[name] if name in only else kinds >= {"run", "operand", "gemm"}
-
-
-@pytest.mark.parametrize("name", ["nvfp4", "quartet2", "fp4_all_the_way", "mxfp6"])
-def test_the_codes_are_those_that_the_step_multiplied(name: str, tmp_path: Path, monkeypatch) -> None:
-    recipe = zoo.make(name)
-    made: list[torch.Tensor] = []
-    quantize, watching = Quantizer.quantize, []
-
-    def spy(self, x, **arguments):
-        tensor = quantize(self, x, **arguments)
-        if not watching:
-            sides = (tensor.rowwise, tensor.columnwise)
-            made.extend(side.data for side in sides if side is not None and side.spec is not None)
-        return tensor
-
-    def silent(function):
-        def run(*arguments):
-            watching.append(1)
-            try:
-                return function(*arguments)
-            finally:
-                watching.pop()
-
-        return run
-
-    monkeypatch.setattr(Quantizer, "quantize", spy)
-    for function in ("_see_forward", "_see_backward"):
-        monkeypatch.setattr(inspect.watch, function, silent(getattr(inspect.watch, function)))
-    train(recipe, 1, tmp_path, layers="mlp.fc1")
-    rows = [row for row in inspect.read(tmp_path) if row["kind"] == "operand"]
-    assert len(rows) == 6
-    histograms = []
-    for data in made:
-        codes = unpack(data) if rows[0]["cast"].startswith("e2m1") else data
-        histograms.append([torch.bincount(codes[:, :width].flatten().int()).tolist() for width in _widths(codes)])
-    for row in rows:
-        recorded = list(row["codes"])
-        while recorded and not recorded[-1]:
-            recorded.pop()
-        assert any(recorded in found for found in histograms), row["role"]
-
-
-def _widths(codes):
-    """The padded width, and every real one that a test has."""
-    return sorted({codes.shape[1], *(width for width in (21, 40, 56) if width <= codes.shape[1])})
 
 
 def rows_of(path: Path, kind: str, **fields):
@@ -209,6 +163,8 @@ def test_figures_agree_with_a_plain_computation(tmp_path: Path) -> None:
         stored = fp4engine.cast(values[role], specs[role], "actual").scale_inv.float()[::height].log2().double()
         assert row["scale_spread_octaves"] == pytest.approx(float(stored.std(unbiased=False)), rel=1e-6)
         assert row["scale_range_octaves"] == pytest.approx(float(stored.max() - stored.min()))
+        codes = fp4engine.cast(values[role], specs[role], "actual").data
+        assert row["codes"] == torch.bincount(codes.flatten().int(), minlength=16).tolist()
     (product,) = rows_of(tmp_path, "gemm", gemm="fprop")
     exact = x @ layer.weight.detach().T
     error = decoded["input"] @ decoded["weight"].T - exact
@@ -278,17 +234,6 @@ def test_values_that_decode_to_nothing_finite_are_no_signal() -> None:
     figures = statistics.figures_of([], [statistics.Counted(x, operand, None, 0)])
     sums = dict(zip(statistics.OPERAND_SUMS, figures.numbers.tolist(), strict=False))
     assert sums["nonfinite"] == 1 and sums["signal"] == sums["error"] == 0
-
-
-def test_kernels_and_statistics_have_the_same_numbers() -> None:
-    figures = pytest.importorskip("fp4engine.kernels.figures")
-    assert int(figures.NUMBERS) == len(statistics.OPERAND_SUMS) and figures.RANKED == statistics.RANKED
-
-
-def test_stochastic_rounding_without_saturation_shows_no_bias(tmp_path: Path) -> None:
-    train(zoo.make("nvfp4_guarded"), 1, tmp_path, layers="first", draws=32)
-    (row,) = rows_of(tmp_path, "rounding")
-    assert abs(row["bias"]) < 0.1 * row["noise"] / 32 * 10 and row["noise"] > 0.01
 
 
 def test_draws_that_rotate_anew_are_not_averaged(tmp_path: Path) -> None:
@@ -604,21 +549,6 @@ def test_an_empty_batch_is_refused_by_name(tmp_path: Path) -> None:
     assert {row["reason"] for row in rows_of(tmp_path, "refusal", layer="first")} == {"its input had no elements"}
 
 
-def test_rows_are_made_one_by_one(tmp_path: Path, monkeypatch) -> None:
-    """Lists and dictionaries of all rows at once would set off a collection of all of the process's garbage."""
-    alive: list[int] = []
-    encode = recorder_module._encode
-    monkeypatch.setattr(recorder_module, "_encode", lambda row: alive.append(len(gc.get_objects())) or encode(row))
-    gc.collect()
-    gc.disable()
-    try:
-        train(zoo.make("nvfp4"), 1, tmp_path)
-    finally:
-        gc.enable()
-    of_step = alive[1:]  # after the line that begins the record
-    assert len(of_step) > 25 and max(of_step) - min(of_step) < 25
-
-
 def test_patterns_arguments_and_models_are_checked(tmp_path: Path) -> None:
     model = make_model()
     for options, said in (
@@ -649,57 +579,16 @@ def test_two_optimizers_must_be_told_apart(tmp_path: Path) -> None:
     assert recorder.step_number == 3
 
 
-class Halving(torch.optim.SGD):
-    """An optimizer as users write them: its step calls that of its base."""
-
-    def step(self, closure=None):
-        self.param_groups[0]["lr"] *= 0.5
-        return super().step(closure)
-
-
-class Wrapping(torch.optim.Optimizer):
-    """A wrapper as Accelerate's: an optimizer to ``isinstance``, without hooks of its own."""
-
-    def __init__(self, optimizer):
-        self.optimizer = optimizer
-
-    def step(self, closure=None):
-        return self.optimizer.step(closure)
-
-
-def test_a_step_that_calls_its_base_s_ends_one_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [Decaying, Wrapping, Lookahead])
+def test_a_step_of_a_subclass_or_wrapper_is_one_step(kind: Any, tmp_path: Path) -> None:
     model = make_model()
-    torch.optim.SGD(model.parameters())  # from now on PyTorch calls hooks after each step of the base, too
-    optimizer = Halving(model.parameters())
-    with inspect.record(model, tmp_path, every=2) as recorder:
+    optimizer = kind(model.parameters() if kind is Decaying else torch.optim.SGD(model.parameters()))
+    with inspect.record(model, tmp_path, every=2, optimizer=optimizer) as recorder:
         for _ in range(3):
             with fp4engine.autocast():
                 model(torch.randn(8, 48)).sum().backward()
             optimizer.step()
-    assert recorder.step_number == 3
-    assert {row["step"] for row in rows_of(tmp_path, "gemm")} == {0, 2}
-
-
-class Lookahead(torch.optim.Optimizer):
-    """A wrapper with hooks of its own, which changes weights after the optimizer inside."""
-
-    def __init__(self, optimizer):
-        super().__init__(optimizer.param_groups, {})
-        self.optimizer = optimizer
-
-    def step(self, closure=None):
-        return self.optimizer.step(closure)
-
-
-@pytest.mark.parametrize("wrapping", [Wrapping, Lookahead])
-def test_a_wrapper_of_an_optimizer_ends_steps(wrapping, tmp_path: Path) -> None:
-    model = make_model()
-    optimizer = wrapping(torch.optim.SGD(model.parameters()))
-    with inspect.record(model, tmp_path, every=1, optimizer=optimizer) as recorder:
-        with fp4engine.autocast():
-            model(torch.randn(8, 48)).sum().backward()
-        optimizer.step()
-    assert recorder.step_number == 1 and list(rows_of(tmp_path, "gemm"))
+    assert recorder.step_number == 3 and {row["step"] for row in rows_of(tmp_path, "gemm")} == {0, 2}
 
 
 def test_a_compiled_step_of_an_optimizer_is_told_by_hand(tmp_path: Path) -> None:
