@@ -39,21 +39,6 @@ def run(rank: int, folder: str, backend: str) -> None:
     torch.save(results, f"{folder}/{rank}.pt")
 
 
-def shared_amax(rank: int, device: str):
-    """This rank's half of a tensor quantized with the group's amax, through the module's own path."""
-    torch.manual_seed(0)
-    whole = torch.randn(32, 32) * torch.tensor([1.0, 7.0]).repeat_interleave(16)[:, None]
-    half = whole.chunk(WORLD)[rank].to(device)
-    quantizer = make_quantizer(NEAREST, QuantizerRole("linear", "input"))
-    amax, _ = quantizer.amax(half)
-    dist.all_reduce(amax, dist.ReduceOp.MAX)
-    side = quantizer.quantize(half, columnwise=False, rowwise_amax=amax).rowwise
-    layer = fp4engine.Linear(32, 16).to(device)
-    with fp4engine.autocast(recipe=NEAREST, amax_reduction_group=dist.group.WORLD):
-        output = layer(half)
-    return side.codes, side.scale_inv.view(torch.uint8), side.amax, output.detach(), layer.weight.detach()
-
-
 def rows_of_their_own(rank: int, device: str):
     """A row-scaled input of different length on each rank, with and without the group: rows share nothing."""
     torch.manual_seed(5)
@@ -210,7 +195,6 @@ def streams(rank: int, device: str):
 
 
 CHECKS = {
-    "shared_amax": shared_amax,
     "rows": rows_of_their_own,
     "ddp": ddp,
     "fsdp2": fsdp2,
@@ -232,27 +216,6 @@ def ranks(request, tmp_path_factory):
 
 def test_rows_with_scales_of_their_own_share_nothing(ranks):
     assert all(torch.equal(*rank["rows"]) for rank in ranks)
-
-
-def test_shared_amax_gives_the_bytes_of_the_whole_tensor(ranks):
-    torch.manual_seed(0)
-    whole = torch.randn(32, 32) * torch.tensor([1.0, 7.0]).repeat_interleave(16)[:, None]
-    quantizer = make_quantizer(NEAREST, QuantizerRole("linear", "input"))
-    expected = quantizer.quantize(whole, columnwise=False).rowwise
-    assert torch.equal(torch.cat([rank["shared_amax"][0] for rank in ranks]), expected.codes)
-    assert torch.equal(torch.cat([rank["shared_amax"][1] for rank in ranks]), expected.scale_inv.view(torch.uint8))
-    assert all(torch.equal(rank["shared_amax"][2], expected.amax) for rank in ranks)
-
-
-def test_autocast_group_reaches_the_module(ranks):
-    torch.manual_seed(0)
-    whole = torch.randn(32, 32) * torch.tensor([1.0, 7.0]).repeat_interleave(16)[:, None]
-    layer = fp4engine.Linear(32, 16)
-    for rank in ranks:
-        assert torch.equal(rank["shared_amax"][4], layer.weight)
-    with fp4engine.autocast(recipe=NEAREST):
-        expected = layer(whole)
-    torch.testing.assert_close(torch.cat([rank["shared_amax"][3] for rank in ranks]), expected, rtol=1e-6, atol=1e-6)
 
 
 def test_ddp_averages_each_ranks_gradients(ranks):

@@ -146,20 +146,6 @@ def test_compiled_code_asks_its_rules_again_for_another_name_or_weight():
         assert torch.equal(layer(x), call(x)) and layer.name == "body"
 
 
-@pytest.mark.no_poison
-def test_rows_marked_dynamic_do_not_recompile():
-    torch._dynamo.reset()
-    counters.clear()
-    layer = fp4engine.Linear(16, 32)
-    call = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    for rows in (20, 36, 52, 1000):  # more than one block of 16: PyTorch makes another graph for sizes of one
-        x = torch.randn(rows, 16)
-        torch._dynamo.mark_dynamic(x, 0)
-        with fp4engine.autocast(recipe=RECIPES[0]):
-            assert call(x).shape == (rows, 32)
-    assert graphs() == 1
-
-
 class Graphs:
     """A backend that runs the graphs of forward and backward as they are, and keeps the names of our operators."""
 
@@ -325,16 +311,6 @@ def test_a_recipe_with_rules_inside_one_compiled_function(prefix):
     x = torch.randn(20, 16)
     with fp4engine.autocast(recipe=recipe):
         assert torch.equal(call(x), layers(x))
-
-
-def test_a_recipe_that_draws_in_both_passes_has_eager_bytes_in_several_blocks():
-    """What a forward pass writes to, autograd does not hand to a backward pass."""
-    recipe, x = zoo.make("fp4_all_the_way"), torch.randn(48, 16)
-    results = []
-    for blocks in (model(fp4engine.Linear, 3), compiled(fp4engine.Linear, 3)):
-        fp4engine.manual_seed(0)
-        results.append([tensor for _ in range(2) for tensor in step(blocks, x, recipe)])
-    assert_same(*results)
 
 
 @pytest.mark.parametrize("row", [name for name in zoo.ZOO if name != "fp8_delayed"])

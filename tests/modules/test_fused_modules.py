@@ -162,22 +162,6 @@ def test_norm_of_bf16_by_fp32_weights_computes_in_fp32():
     assert torch.equal(norm(inp), F.layer_norm(inp.float(), (16,), norm.weight, norm.bias).bfloat16())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
-def test_layernorm_linear_is_norm_then_linear(normalization, bias, dtype):
-    layer = perturbed(LayerNormLinear(40, 33, normalization=normalization, bias=bias, params_dtype=dtype))
-    norm = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}[normalization](40, dtype=dtype)
-    norm.weight = layer.layer_norm_weight
-    if normalization == "LayerNorm":
-        norm.bias = layer.layer_norm_bias
-    linear = plain_linear(layer.weight, layer.bias)
-    inp, parameters = torch.randn(2, 9, 40, dtype=dtype), list(layer.parameters())
-    for recipe in (RECIPE, ON_ORACLE, None):
-        assert_same(run(layer, inp, parameters, recipe), run(lambda x: linear(norm(x)), inp, parameters, recipe))
-    assert layer.executed.counts["fprop", "e2m1 x e2m1"] == 2
-
-
 def test_layernorm_linear_returns_what_it_is_asked_for():
     layer = perturbed(LayerNormLinear(16, 16, return_bias=True, return_layernorm_output=True))
     inp = torch.randn(5, 16)
@@ -221,24 +205,6 @@ def test_split_parameters_are_joined_under_any_autocast(dtype, of_autocast, enab
 def test_parts_must_add_up(sizes):
     with pytest.raises(ValueError, match="add up to out_features=16"):
         LayerNormLinear(16, 16, parameters_split=sizes)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-def test_layernorm_mlp_is_its_parts(activation, dtype):
-    mlp = perturbed(LayerNormMLP(32, 48, activation=activation, normalization="RMSNorm", params_dtype=dtype))
-    fc1, fc2 = plain_linear(mlp.fc1_weight, mlp.fc1_bias), plain_linear(mlp.fc2_weight, mlp.fc2_bias)
-
-    def parts(x):
-        hidden = fc1(F.rms_norm(x, (32,), mlp.layer_norm_weight, 1e-5))
-        if activation == "gelu":
-            return fc2(F.gelu(hidden, approximate="tanh"))
-        return fc2(F.silu(hidden[..., :48]) * hidden[..., 48:])
-
-    inp, parameters = torch.randn(3, 7, 32, dtype=dtype), list(mlp.parameters())
-    for recipe in (RECIPE, ON_ORACLE, None):
-        assert_same(run(mlp, inp, parameters, recipe), run(parts, inp, parameters, recipe))
-    assert set(fp4engine.executed_gemms(mlp).counts) == {"e2m1 x e2m1", "high_precision"}
 
 
 def test_layernorm_mlp_returns_what_it_is_asked_for():

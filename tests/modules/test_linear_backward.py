@@ -1,6 +1,5 @@
 """The three GEMMs of Linear against the reference, what they keep, and how they run."""
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -11,7 +10,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import fp4engine as te
 from fp4engine import ops, reference
-from fp4engine.functional.linear import LinearFunction
 from fp4engine.quantizers import make_quantizer, reference_quantizer
 from fp4engine.recipe import CustomRecipe, NVFP4BlockScaling, Recipe
 from fp4engine.roles import QuantizerRole
@@ -64,49 +62,6 @@ def cast(matrix: Tensor, recipe: NVFP4BlockScaling, tensor_type: str, side: str,
     return Operand(spec, *matrix.shape, *reference.quantize(matrix, spec, rng=rng, stream=stream))
 
 
-def product(left: Operand, right: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """``alpha * sum`` of decoded values, step by step."""
-    values = [reference.decode(side.codes, side.scale_inv, side.spec) for side in (left, right)]
-    alpha = (left.amax.view(-1, 1) * right.amax.view(1, -1)) / (left.spec.numerator * right.spec.numerator)
-    out = values[0] @ values[1].T * alpha
-    return (out if bias is None else out + bias.float()).to(dtype)
-
-
-@every_dtype
-@pytest.mark.parametrize("sizes", [(40, 48, 24), (33, 17, 15), (1, 16, 16), (16, 1, 1)], ids=str)
-@pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if recipe.backward_override is None])
-def test_each_gemm_multiplies_the_operands_of_the_contract(name: str, sizes: tuple[int, ...], dtype) -> None:
-    recipe = RECIPES[name]
-    layer, inp, grad = case(dtype, *sizes)
-    te.manual_seed(41)
-    got = run(layer, inp, grad, recipe)
-    rng = torch.tensor([41, 1 if make_quantizer(recipe, QuantizerRole("", "grad_output")).is_stochastic else 0])
-    weight = layer.weight.detach()
-    operand = partial(cast, recipe=recipe, rng=rng)
-    fprop = product(
-        operand(inp, tensor_type="input", side="rowwise"),
-        operand(weight, tensor_type="weight", side="rowwise"),
-        layer.bias.detach(),
-        dtype,
-    )
-    dgrad = product(
-        operand(grad, tensor_type="grad_output", side="rowwise"),
-        operand(weight, tensor_type="weight", side="columnwise"),
-        None,
-        dtype,
-    )
-    wgrad = product(
-        operand(grad, tensor_type="grad_output", side="columnwise"),
-        operand(inp, tensor_type="input", side="columnwise"),
-        None,
-        dtype,
-    )
-    bound = 2**-8 if dtype == torch.bfloat16 else 1e-5
-    for gemm, a, b in zip(("fprop", "dgrad", "wgrad"), got, (fprop, dgrad, wgrad), strict=False):
-        assert (a.float() - b.float()).norm() <= bound * b.float().norm(), gemm
-    assert torch.equal(got[3], reference.column_sums(grad).to(dtype))
-
-
 @every_dtype
 @every_recipe
 def test_a_custom_recipe_of_reference_quantizers_gives_the_same_bytes(recipe, dtype) -> None:
@@ -119,25 +74,6 @@ def test_a_custom_recipe_of_reference_quantizers_gives_the_same_bytes(recipe, dt
         te.manual_seed(7)
         results.append(run(layer, inp, grad, one))
     assert_all_equal(*results)
-
-
-def test_backward_override_high_precision_uses_the_original_operands() -> None:
-    layer, inp, grad = case()
-    out, dx, dw, _ = run(layer, inp, grad, RECIPES["high precision"])
-    assert torch.equal(out, run(layer, inp, grad, QUIET)[0]), "the forward pass is quantized as ever"
-    torch.testing.assert_close(dx, grad @ layer.weight)
-    torch.testing.assert_close(dw, grad.T @ inp)
-
-
-def test_backward_override_dequantized_uses_the_forwards_operands() -> None:
-    layer, inp, grad = case()
-    _, dx, dw, _ = run(layer, inp, grad, RECIPES["dequantized"])
-    quantized = {
-        name: make_quantizer(QUIET, QuantizerRole("linear", name)).quantize(tensor, columnwise=False).dequantize()
-        for name, tensor in (("input", inp), ("weight", layer.weight.detach()))
-    }
-    torch.testing.assert_close(dx, grad @ quantized["weight"])
-    torch.testing.assert_close(dw, grad.T @ quantized["input"])
 
 
 # What is kept, and what runs
@@ -249,34 +185,6 @@ def test_backward_needs_no_region_and_is_deaf_to_a_later_one() -> None:
     assert torch.equal(layer.weight.grad, want[2]) and torch.equal(inp.grad, want[1])
 
 
-def test_retain_graph_runs_backward_twice() -> None:
-    layer, inp, grad = case()
-    inp.requires_grad_()
-    with te.autocast(recipe=QUIET):
-        out = layer(inp)
-    out.backward(grad, retain_graph=True)
-    once = inp.grad.clone(), layer.weight.grad.clone()
-    out.backward(grad)
-    assert torch.equal(inp.grad, 2 * once[0]) and torch.equal(layer.weight.grad, 2 * once[1])
-    with pytest.raises(RuntimeError, match="second time"):
-        out.backward(grad)
-
-
-def test_backward_returns_as_many_gradients_as_forward_takes(monkeypatch) -> None:
-    """PyTorch accepts surplus trailing Nones in silence, so arity is checked here."""
-    returned = []
-    backward = LinearFunction.backward
-
-    def spy(ctx, *grads):
-        returned.append(backward(ctx, *grads))
-        return returned[-1]
-
-    monkeypatch.setattr(LinearFunction, "backward", staticmethod(spy))
-    run(*case(), QUIET)
-    takes = LinearFunction.forward.__code__.co_argcount - 1
-    assert type(returned[0]) is tuple and len(returned[0]) == takes
-
-
 def test_saved_tensors_see_in_place_changes_of_the_weight() -> None:
     """The operands were made before the change: backward differentiates what forward computed."""
     layer, inp, grad = case()
@@ -298,33 +206,6 @@ def draws() -> int:
     return te.get_rng_state()["draws"].get("cpu", 0)
 
 
-def test_one_draw_per_backward_and_none_without_need() -> None:
-    layer, inp, grad = case()
-    te.manual_seed(0)
-    for recipe, per_backward in ((RECIPES["default"], 1), (QUIET, 0), (RECIPES["high precision"], 0)):
-        before = draws()
-        for _ in range(3):
-            run(layer, inp, grad, recipe)
-        assert draws() - before == 3 * per_backward
-    layer.weight.requires_grad_(False)
-    with te.autocast():
-        out = layer(inp)
-    before = draws()
-    out.sum().backward()
-    assert draws() == before, "a bias gradient draws nothing"
-
-
-def test_seeded_runs_repeat_and_others_differ() -> None:
-    layer, inp, grad = case()
-    te.manual_seed(5)
-    first = run(layer, inp, grad, RECIPES["default"])
-    second = run(layer, inp, grad, RECIPES["default"])
-    te.manual_seed(5)
-    assert_all_equal(run(layer, inp, grad, RECIPES["default"]), first)
-    assert torch.equal(first[0], second[0]), "the forward pass draws nothing"
-    assert not torch.equal(first[1], second[1]) and not torch.equal(first[2], second[2])
-
-
 def test_torch_generators_stay_untouched() -> None:
     layer, inp, _ = case()
     dropout = nn.Dropout()
@@ -337,34 +218,6 @@ def test_torch_generators_stay_untouched() -> None:
         return torch.rand(4)
 
     assert torch.equal(masks(None), masks(RECIPES["default"]))
-
-
-def test_backward_on_other_threads() -> None:
-    """Each thread has its own region; graphs made here are differentiated there."""
-    layer, inp, grad = case()
-    want = run(layer, inp, grad, QUIET)
-    results: list[Tensor] = []
-    errors: list[BaseException] = []
-
-    def work(out: Tensor, leaf: Tensor) -> None:
-        try:
-            assert te.state.current_state() is None
-            (dx,) = torch.autograd.grad(out, leaf, grad)
-            results.append(dx)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = []
-    with te.autocast(recipe=QUIET):
-        for _ in range(8):
-            leaf = inp.detach().requires_grad_()
-            threads.append(threading.Thread(target=work, args=(layer(leaf), leaf)))
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert not errors
-    assert len(results) == 8 and all(torch.equal(dx, want[1]) for dx in results)
 
 
 # torch.compile

@@ -45,6 +45,19 @@ SHAPES = {
     "3-D": (2, 9, 32, 16),
     "no features": (5, 0, 16),
 }
+VIEWS = {
+    "transposed": lambda x: x.T.contiguous().T,
+    "strided": lambda x: x.repeat(1, 2)[:, ::2],
+    "negated": lambda x: torch.complex(x.float(), x.float()).conj().imag.to(x.dtype),
+    "misaligned": lambda x: torch.nn.functional.pad(x, (1, 0))[:, 1:],
+}
+UNWANTED = {
+    "only dx": {"x_grad": True, "w_grad": False},
+    "only dw": {"x_grad": False, "w_grad": True},
+    "no gradient": {"x_grad": False, "w_grad": False},
+}
+SPOILT = {"nan": {"spoil": float("nan")}, "inf": {"spoil": float("inf")}}
+OTHER_WEIGHT = {"weight_dtype": torch.float32}
 
 
 def run(
@@ -113,49 +126,21 @@ def noted(name, direction, taken):
     return run_direction
 
 
-@pytest.mark.parametrize("options", RECIPES.values(), ids=RECIPES)
-def test_recipes(kernel_device, options):
-    assert_one_launch_is_many(NVFP4BlockScaling(**options), SHAPES["ragged"], device=kernel_device)
-
-
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_shapes(kernel_device, shape):
-    assert_one_launch_is_many(NVFP4BlockScaling(), shape, device=kernel_device)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_dtypes(kernel_device, dtype):
-    assert_one_launch_is_many(NVFP4BlockScaling(), SHAPES["even"], dtype, kernel_device)
-
-
-def test_weights_of_another_dtype(kernel_device):
-    options = {"device": kernel_device, "weight_dtype": torch.float32}
-    assert_one_launch_is_many(NVFP4BlockScaling(), SHAPES["ragged"], torch.bfloat16, **options)
-
-
-@pytest.mark.parametrize("spoil", [float("nan"), float("inf")], ids=str)
-def test_not_finite(kernel_device, spoil):
-    options = {"device": kernel_device, "spoil": spoil}
-    assert_one_launch_is_many(NVFP4BlockScaling(), SHAPES["ragged"], **options)
-
-
-@pytest.mark.parametrize(("x_grad", "w_grad"), [(True, False), (False, True), (False, False)])
-def test_gradients_that_nobody_wants(kernel_device, x_grad, w_grad):
-    options = {"device": kernel_device, "x_grad": x_grad, "w_grad": w_grad}
-    assert_one_launch_is_many(NVFP4BlockScaling(), SHAPES["ragged"], **options)
-
-
-VIEWS = {
-    "transposed": lambda x: x.T.contiguous().T,
-    "strided": lambda x: x.repeat(1, 2)[:, ::2],
-    "negated": lambda x: torch.complex(x.float(), x.float()).conj().imag.to(x.dtype),
-    "misaligned": lambda x: torch.nn.functional.pad(x, (1, 0))[:, 1:],
+NVFP4 = NVFP4BlockScaling()
+NVFP4_LAYERS = {
+    **{name: (NVFP4BlockScaling(**options), "ragged", {}) for name, options in RECIPES.items()},
+    **{shape: (NVFP4, shape, {}) for shape in SHAPES},
+    **{str(dtype): (NVFP4, "even", {"dtype": dtype}) for dtype in (torch.float16, torch.float32)},
+    **{name: (NVFP4, "even", {"view": view}) for name, view in VIEWS.items()},
+    **{name: (NVFP4, "ragged", options) for name, options in (UNWANTED | SPOILT).items()},
+    "weights of another dtype": (NVFP4, "ragged", OTHER_WEIGHT),
 }
 
 
-@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-def test_layouts(kernel_device, view):
-    assert_one_launch_is_many(NVFP4BlockScaling(), SHAPES["even"], device=kernel_device, view=view)
+@pytest.mark.parametrize("case", NVFP4_LAYERS)
+def test_nvfp4_layers(kernel_device, case):
+    recipe, shape, options = NVFP4_LAYERS[case]
+    assert_one_launch_is_many(recipe, SHAPES[shape], device=kernel_device, **options)
 
 
 def assert_compiled_is_eager(recipe, shape, device, x_grad=True, w_grad=True, dynamic=None):
@@ -182,24 +167,18 @@ def assert_compiled_is_eager(recipe, shape, device, x_grad=True, w_grad=True, dy
         assert ours is None or torch.equal(ours, theirs)
 
 
-@pytest.mark.no_poison
-@pytest.mark.parametrize("options", RECIPES.values(), ids=RECIPES)
-def test_compiled_recipes(kernel_device, options):
-    arguments = NVFP4BlockScaling(**options), SHAPES["ragged"], kernel_device
-    assert_compiled_is_eager(*arguments)
+COMPILED = {
+    **{name: (NVFP4BlockScaling(**options), "ragged", {}) for name, options in RECIPES.items()},
+    **{shape: (NVFP4, shape, {}) for shape in ("even", "3-D")},
+    **{name: (NVFP4, "ragged", options) for name, options in UNWANTED.items()},
+}
 
 
 @pytest.mark.no_poison
-@pytest.mark.parametrize("shape", [SHAPES["even"], SHAPES["3-D"]], ids=str)
-def test_compiled_shapes(kernel_device, shape):
-    assert_compiled_is_eager(NVFP4BlockScaling(), shape, kernel_device)
-
-
-@pytest.mark.no_poison
-@pytest.mark.parametrize(("x_grad", "w_grad"), [(True, False), (False, True), (False, False)])
-def test_compiled_gradients_that_nobody_wants(kernel_device, x_grad, w_grad):
-    arguments = NVFP4BlockScaling(), SHAPES["ragged"], kernel_device
-    assert_compiled_is_eager(*arguments, x_grad, w_grad)
+@pytest.mark.parametrize("case", COMPILED)
+def test_nvfp4_layers_compiled(kernel_device, case):
+    recipe, shape, options = COMPILED[case]
+    assert_compiled_is_eager(recipe, SHAPES[shape], kernel_device, **options)
 
 
 def assert_same_for_rows(layer, call, numbers, recipe):
@@ -330,11 +309,45 @@ def fp8_units(request, kernel_device, monkeypatch, forget_answers):
     return asked
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("bias", [True, False])
-def test_fp8_shapes(fp8_units, kernel_device, shape, bias):
-    options = {"device": kernel_device, "bias": bias}
-    assert_one_launch_is_many(Float8CurrentScaling(), shape, **options)
+FP8 = Float8CurrentScaling()
+DELAYED = DelayedScaling(amax_history_len=3)
+DELAYED_RECIPES = {
+    "most recent": {"amax_compute_algo": "most_recent"},
+    "one step": {"amax_history_len": 1},
+    "margin": {"margin": 2, "fp8_format": Format.E4M3},
+    "default": {},
+}
+SIZES = (1.0, 100.0, 0.01, 0.0, 5.0)
+FP8_LAYERS = {
+    **{f"current, {shape}": (FP8, shape, {}) for shape in SHAPES},
+    **{f"current, {shape}, no bias": (FP8, shape, {"bias": False}) for shape in SHAPES},
+    **{f"current, {name}": (FP8, "ragged", options) for name, options in (UNWANTED | SPOILT).items()},
+    **{f"current, {name}, FP32": (FP8, "ragged", options | OTHER_WEIGHT) for name, options in UNWANTED.items()},
+    **{f"delayed, {shape}": (DELAYED, shape, {}) for shape in SHAPES},
+    **{f"delayed, {name}": (DELAYED, "even", {"view": view}) for name, view in VIEWS.items()},
+    **{f"delayed, {name}": (DELAYED, "ragged", options | OTHER_WEIGHT) for name, options in UNWANTED.items()},
+    **{f"delayed, {name}": (DELAYED, "ragged", options) for name, options in SPOILT.items()},
+    **{
+        f"delayed, {name}, {count} microbatches": (DelayedScaling(**options), "ragged", {"microbatches": count})
+        for name, options in DELAYED_RECIPES.items()
+        for count in (1, 2)
+    },
+}
+
+
+@pytest.mark.parametrize("case", FP8_LAYERS)
+def test_fp8_layers(fp8_units, kernel_device, case):
+    recipe, shape, options = FP8_LAYERS[case]
+    if case.startswith("delayed"):
+        options = options | {"sizes": SIZES}
+    assert_one_launch_is_many(recipe, SHAPES[shape], device=kernel_device, **options)
+
+
+@pytest.mark.no_poison
+@pytest.mark.parametrize("shape", ["even", "ragged", "3-D"])
+@pytest.mark.parametrize("options", [{}, UNWANTED["only dx"], UNWANTED["only dw"]], ids=str)
+def test_fp8_layers_compiled(fp8_units, kernel_device, shape, options):
+    assert_compiled_is_eager(FP8, SHAPES[shape], kernel_device, **options)
 
 
 @pytest.mark.parametrize("options", FP8_RECIPES.values(), ids=FP8_RECIPES)
@@ -468,27 +481,6 @@ def test_fp8_products_of_a_graph_by_single_operators_are_those_of_eager_code(
     assert_same_for_rows(layer, call, (16, 80, 24, 96), Float8CurrentScaling())
 
 
-@pytest.mark.parametrize(("x_grad", "w_grad"), [(True, False), (False, True), (False, False)])
-@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_fp8_gradients_that_nobody_wants(fp8_units, kernel_device, x_grad, w_grad, weight_dtype):
-    options = {"device": kernel_device, "x_grad": x_grad, "w_grad": w_grad, "weight_dtype": weight_dtype}
-    assert_one_launch_is_many(Float8CurrentScaling(), SHAPES["ragged"], **options)
-
-
-@pytest.mark.parametrize("spoil", [float("nan"), float("inf")], ids=str)
-def test_fp8_not_finite(fp8_units, kernel_device, spoil):
-    options = {"device": kernel_device, "spoil": spoil}
-    assert_one_launch_is_many(Float8CurrentScaling(), SHAPES["ragged"], **options)
-
-
-@pytest.mark.no_poison
-@pytest.mark.parametrize("shape", [SHAPES["even"], SHAPES["ragged"], SHAPES["3-D"]], ids=str)
-@pytest.mark.parametrize(("x_grad", "w_grad"), [(True, True), (True, False), (False, True)])
-def test_fp8_compiled(fp8_units, kernel_device, shape, x_grad, w_grad):
-    arguments = Float8CurrentScaling(), shape, kernel_device
-    assert_compiled_is_eager(*arguments, x_grad, w_grad)
-
-
 @pytest.fixture
 def fp8_blocks(kernel_device, monkeypatch, forget_answers):
     """FP8 tensor cores that multiply by block scales. On a CPU the product that stands for them checks its operands."""
@@ -528,36 +520,25 @@ BLOCKS = {"powers of two": zoo.make("fp8_block"), "FP32 scales": Float8BlockScal
 BLOCK_SHAPES = {
     **{"even": (256, 256, 256), "ragged": (132, 272, 144), "3-D": (2, 66, 144, 160)},
     **{"rows that do not fit": (130, 144, 144), "outs that do not fit": (132, 144, 136)},
+    "smallest": (132, 144, 144),  # whose products PyTorch makes: each of two blocks, the second cut off
 }
-SMALLEST = (132, 144, 144)
-"""Of layers whose products PyTorch makes: each of two blocks, the second cut off."""
+BLOCK_LAYERS = {
+    **{f"{name}, {shape}": (BLOCKS[name], shape, {}) for name in BLOCKS for shape in BLOCK_SHAPES},
+    **{name: (BLOCKS["powers of two"], "smallest", options | OTHER_WEIGHT) for name, options in UNWANTED.items()},
+    **{name: (BLOCKS["powers of two"], "smallest", options) for name, options in SPOILT.items()},
+}
 
 
-@pytest.mark.parametrize("shape", BLOCK_SHAPES.values(), ids=BLOCK_SHAPES)
-@pytest.mark.parametrize("recipe", BLOCKS.values(), ids=BLOCKS)
-def test_fp8_blocks(fp8_blocks, kernel_device, recipe, shape):
-    options = {"device": kernel_device, "sizes": (1.0,)}
-    assert_one_launch_is_many(recipe, shape, **options)
-
-
-@pytest.mark.parametrize(("x_grad", "w_grad"), [(True, False), (False, True), (False, False)])
-def test_fp8_blocks_gradients_that_nobody_wants(fp8_blocks, kernel_device, x_grad, w_grad):
-    options = {"device": kernel_device, "x_grad": x_grad, "w_grad": w_grad, "weight_dtype": torch.float32}
-    options |= {"sizes": (1.0,)}
-    assert_one_launch_is_many(BLOCKS["powers of two"], SMALLEST, **options)
-
-
-@pytest.mark.parametrize("spoil", [float("nan"), float("inf")], ids=str)
-def test_fp8_blocks_not_finite(fp8_blocks, kernel_device, spoil):
-    options = {"device": kernel_device, "spoil": spoil, "sizes": (1.0,)}
-    assert_one_launch_is_many(BLOCKS["powers of two"], SMALLEST, **options)
+@pytest.mark.parametrize("case", BLOCK_LAYERS)
+def test_fp8_block_layers(fp8_blocks, kernel_device, case):
+    recipe, shape, options = BLOCK_LAYERS[case]
+    assert_one_launch_is_many(recipe, BLOCK_SHAPES[shape], device=kernel_device, sizes=(1.0,), **options)
 
 
 @pytest.mark.no_poison
-@pytest.mark.parametrize(("x_grad", "w_grad"), [(True, True), (False, True)])
-def test_fp8_blocks_compiled(fp8_blocks, kernel_device, x_grad, w_grad):
-    arguments = BLOCKS["powers of two"], BLOCK_SHAPES["3-D"], kernel_device
-    assert_compiled_is_eager(*arguments, x_grad, w_grad)
+@pytest.mark.parametrize("options", [{}, UNWANTED["only dw"]], ids=str)
+def test_fp8_block_layers_compiled(fp8_blocks, kernel_device, options):
+    assert_compiled_is_eager(BLOCKS["powers of two"], BLOCK_SHAPES["3-D"], kernel_device, **options)
 
 
 @pytest.mark.no_poison
@@ -575,49 +556,6 @@ def test_fp8_blocks_compiled_for_rows_that_fit_and_that_do_not(fp8_blocks, kerne
             assert ops.executed_paths() == ran
             assert torch.equal(compiled, layer(x))
     assert len(graphs) == 1
-
-
-DELAYED = DelayedScaling(amax_history_len=3)
-SIZES = (1.0, 100.0, 0.01, 0.0, 5.0)
-
-
-def assert_delayed_is_many(device, recipe=DELAYED, shape=SHAPES["ragged"], **options):
-    options = {"device": device, "sizes": SIZES} | options
-    assert_one_launch_is_many(recipe, shape, **options)
-
-
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_delayed_shapes(fp8_units, kernel_device, shape):
-    assert_delayed_is_many(kernel_device, shape=shape)
-
-
-DELAYED_RECIPES = {
-    "most recent": {"amax_compute_algo": "most_recent"},
-    "one step": {"amax_history_len": 1},
-    "margin": {"margin": 2, "fp8_format": Format.E4M3},
-    "default": {},
-}
-
-
-@pytest.mark.parametrize("options", DELAYED_RECIPES.values(), ids=DELAYED_RECIPES)
-@pytest.mark.parametrize("microbatches", [1, 2])
-def test_delayed_recipes(fp8_units, kernel_device, options, microbatches):
-    assert_delayed_is_many(kernel_device, DelayedScaling(**options), microbatches=microbatches)
-
-
-@pytest.mark.parametrize(("x_grad", "w_grad"), [(True, False), (False, True), (False, False)])
-def test_delayed_gradients_that_nobody_wants(fp8_units, kernel_device, x_grad, w_grad):
-    assert_delayed_is_many(kernel_device, x_grad=x_grad, w_grad=w_grad, weight_dtype=torch.float32)
-
-
-@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-def test_delayed_layouts(fp8_units, kernel_device, view):
-    assert_delayed_is_many(kernel_device, shape=SHAPES["even"], view=view)
-
-
-@pytest.mark.parametrize("spoil", [float("nan"), float("inf")], ids=str)
-def test_delayed_not_finite(fp8_units, kernel_device, spoil):
-    assert_delayed_is_many(kernel_device, spoil=spoil)
 
 
 @pytest.mark.parametrize("what", ["recomputed", "recomputed later", "evaluated"])

@@ -236,15 +236,6 @@ def test_a_state_of_another_form_is_refused(state) -> None:
         te.set_rng_state(state)
 
 
-def test_torch_seed_and_generators_stay_untouched() -> None:
-    torch.manual_seed(3)
-    want = torch.rand(4)
-    torch.manual_seed(3)
-    te.manual_seed(9)
-    noise(torch.ones(4, 16))
-    assert torch.equal(torch.rand(4), want)
-
-
 def test_a_stream_begun_in_inference_mode_goes_on_outside(monkeypatch) -> None:
     from fp4engine.ops import rng
 
