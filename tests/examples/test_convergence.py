@@ -64,15 +64,14 @@ def losses(settings: Conditions, variant: str, corpus: Path) -> list[float]:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("preset", PRESETS)
-def test_every_variant_answers_for_every_linear_layer_at_every_step(variant: str, preset: str) -> None:
-    settings = PRESETS[preset]
-    schedule = VARIANTS[variant].recipe(settings)
-    for step in (0, settings.steps - 1):
-        recipe: Recipe = schedule.at(step)
-        for block in (0, settings.layers - 1):
-            role = QuantizerRole("linear", "input", f"blocks.{block}.mlp.up", (64, 64))
-            assert recipe.of(role).casts("input") is not None
+def test_every_variant_answers_for_every_linear_layer_at_every_step(variant: str) -> None:
+    for settings in PRESETS.values():
+        schedule = VARIANTS[variant].recipe(settings)
+        for step in (0, settings.steps - 1):
+            recipe: Recipe = schedule.at(step)
+            for block in (0, settings.layers - 1):
+                role = QuantizerRole("linear", "input", f"blocks.{block}.mlp.up", (64, 64))
+                assert recipe.of(role).casts("input") is not None
 
 
 def test_studies_name_variants_and_their_reference() -> None:
@@ -108,26 +107,12 @@ def test_variants_are_run_once_and_in_order() -> None:
     assert chosen == ["UFP4", "mxfp8", BASELINE]  # in the order given; one is of another study, one a row of the book
 
 
-def test_a_run_repeats_itself_and_its_pair_differs_in_the_recipe_only(corpus: Path) -> None:
-    baseline = losses(SMALL, BASELINE, corpus)
-    assert losses(SMALL, BASELINE, corpus) == baseline
-    quantized = losses(SMALL, "nvfp4", corpus)
-    assert quantized != baseline
-    assert quantized[0] == pytest.approx(baseline[0], rel=0.01)  # same weights, same batch
-    assert losses(SMALL, "nvfp4, other draws", corpus) != quantized
-    assert losses(dataclasses.replace(SMALL, seed=1), BASELINE, corpus) != baseline
-
-
 def test_a_late_switch_is_the_reference_run_until_then(corpus: Path) -> None:
     switched = losses(SMALL, "forward to bf16 at 82%", corpus)
     reference = losses(SMALL, "nvfp4", corpus)
     first = round(SWITCH_AT * SMALL.steps)
     assert switched[:first] == reference[:first]
     assert switched[first:] != reference[first:]
-
-
-def test_delayed_scaling_trains(corpus: Path) -> None:
-    assert all(map(math.isfinite, losses(SMALL, "FP8 delayed", corpus)))
 
 
 def assert_continues(settings: Conditions, variant: str, corpus: Path, folder: Path) -> Path:
@@ -141,11 +126,6 @@ def assert_continues(settings: Conditions, variant: str, corpus: Path, folder: P
     one, other = ([row for row in read_rows(path)[1:] if row.get("kind") != "end"] for path in (whole, part))
     assert one == other
     return whole
-
-
-@pytest.mark.parametrize("variant", ["nvfp4", "forward to bf16 at 82%", "1x16 + 4/6, two-term inputs"])
-def test_stopped_runs_continue_bit_for_bit(variant: str, corpus: Path, tmp_path: Path) -> None:
-    assert_continues(dataclasses.replace(SMALL, evaluate_every=3), variant, corpus, tmp_path)
 
 
 def test_oscillating_weights_are_reset_late_in_a_run_that_may_stop_within_a_window(

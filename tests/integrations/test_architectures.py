@@ -57,9 +57,9 @@ def test_trains_generates_and_goes_back(name) -> None:
     with torch.no_grad():
         torch.testing.assert_close(model(tokens()).logits, logits, rtol=1e-5, atol=1e-6)  # no region: high precision
 
-    optimizer = torch.optim.AdamW(model.train().parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-2)
     losses = []
-    for _ in range(8):
+    for _ in range(4):
         with fp4engine.autocast(recipe=NVFP4BlockScaling()):
             value = loss(model)
         optimizer.zero_grad()

@@ -7,7 +7,6 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -203,17 +202,13 @@ def test_gradients_that_wait_are_not_copied(name, copied) -> None:
     assert all(weight.grad is not None for weight in module.parameters() if weight.ndim == 2)
 
 
-@pytest.mark.parametrize("name", MAKE)
-def test_gradients_of_weights_that_fsdp_has_resharded_are_refused(name) -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        module = MAKE[name](delay_wgrad_compute=True)
+def test_gradients_of_weights_that_fsdp_has_resharded_are_refused(group_of_one) -> None:
+    for make in MAKE.values():
+        module = make(delay_wgrad_compute=True)
         fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
         forward(module, torch.randn(16, 32)).sum().backward()
         with pytest.raises(RuntimeError, match=r"resharded it; leave delay_wgrad_compute at False"):
             module.backward_dw()
-    finally:
-        dist.destroy_process_group()
 
 
 def tracker_of_seed_five() -> CudaRNGStatesTracker:

@@ -3,7 +3,6 @@
 import ast
 import threading
 import time
-import weakref
 from contextvars import ContextVar
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +20,7 @@ from fp4engine.formats.one_buffer import offsets_by_lifetime
 from fp4engine.functional import make_linear_plan
 from fp4engine.kernels import compiling, launch
 from fp4engine.kernels.gemm_launch import block_of
-from fp4engine.kernels.launch import Block, Launch, LaunchBuilder, Matrix, TensorMeta, meta_of
+from fp4engine.kernels.launch import Block, Launch, LaunchBuilder, Matrix, TensorMeta
 from fp4engine.recipe import Float8BlockScaling, Float8CurrentScaling, NVFP4BlockScaling
 
 PACKAGE = Path(fp4engine.__file__).parent
@@ -38,32 +37,6 @@ class Kernel:
         return lambda *arguments, **options: self.started.append((grid, arguments, options))
 
 
-def test_arguments_come_in_the_kernels_order_and_outputs_in_that_of_declaration():
-    kernel = Kernel()
-    builder = LaunchBuilder(torch.device("cpu"), inputs=2)
-    x, absent = builder.inputs
-    first, scratch, second = (
-        builder.buffer((2, 3), torch.float32),
-        builder.buffer((4,), torch.uint8),
-        builder.buffer((0,), BF16),
-    )
-    described = Block(scratch, lambda tensor: ("descriptor of", tensor.shape))
-    part = builder.part(x, 4, (2,), torch.float32)
-    builder.step(kernel, 7, described, x, absent, second, 5, None, first, 2.5, num_warps=4)
-    builder.step(kernel, 0, x)
-    builder.step(kernel, 1, scratch, first, part)
-    made = builder.launch(second, first)
-    given = torch.ones(3)
-    outputs = made(given, None)
-    assert [(tuple(t.shape), t.dtype) for t in outputs] == made.outputs == [((0,), BF16), ((2, 3), torch.float32)]
-    (grid, arguments, options), (other_grid, (buffer, again, of_x), _) = kernel.started
-    assert grid == (7,) and options == {"num_warps": 4, "enable_fp_fusion": False}
-    assert arguments[0] == ("descriptor of", (4,)) and arguments[1] is given and arguments[2] is None
-    assert arguments[3] is outputs[0] and arguments[4:6] == (5, None) and arguments[6] is outputs[1]
-    assert arguments[7] == 2.5 and other_grid == (1,) and again is outputs[1] and buffer.dtype == torch.uint8
-    assert of_x.data_ptr() == given.data_ptr() + 4 and of_x.shape == (2,) and of_x.dtype == torch.float32
-
-
 def test_buffers_that_are_not_in_use_together_share_bytes():
     """Each as low as it fits; what a later step reads is not overwritten before."""
     parts = [(1000, 0, 1), (600, 1, 2), (500, 2, 4), (1000, 3, 4), (0, 0, 4)]
@@ -75,45 +48,6 @@ def test_buffers_that_are_not_in_use_together_share_bytes():
                 assert start + size <= at or at + other <= start
     assert end == 1792 + 500 < sum(size for size, _, _ in parts)
     assert offsets_by_lifetime([]) == ([], 0)
-
-
-def test_what_pytorch_computes_stands_between_kernels_and_is_freed_behind_its_last_reader():
-    kernel, builder, seen = Kernel(), LaunchBuilder(torch.device("cpu"), inputs=1), []
-    buffer, scratch = builder.buffer((4,), torch.float32), builder.buffer((8,), torch.float32)
-    builder.step(kernel, 1, *builder.inputs, buffer, scratch)
-
-    def double(tensor, part):
-        seen.append((weakref.ref(tensor), part.clone()))
-        return 2 * tensor
-
-    (doubled,) = builder.host_step(
-        double, (buffer, builder.part(builder.inputs[0], 4, (2,), torch.float32)), ((4,), torch.float32)
-    )
-    builder.step(kernel, 2, doubled, scratch)
-    builder.host_step(lambda tensor: seen.append(seen[0][0]()), (doubled,))
-    made = builder.launch(doubled)
-    (output,) = made(torch.arange(3.0))
-    assert [grid for grid, _, _ in kernel.started] == [(1,), (2,)]
-    assert torch.equal(seen[0][1], torch.tensor([1.0, 2.0])) and kernel.started[1][1][0] is output
-    del kernel.started[:]
-    assert made.steps[0].programs == 1 and seen[1] is not None  # the stub of a kernel still holds it
-
-
-@pytest.mark.no_poison
-def test_what_is_kept_lies_in_one_tensor_of_bytes():
-    kernel, builder = Kernel(), LaunchBuilder(torch.device("cpu"), inputs=0)
-    y, codes, amax = (
-        builder.buffer((2,), BF16),
-        builder.buffer((3, 5), torch.uint8),
-        builder.buffer((1,), torch.float32),
-    )
-    builder.step(kernel, 1, y, codes, amax)
-    made = builder.launch(y, kept=[codes, amax])
-    out, kept = made()
-    assert made.kept_at == [0, 256] and made.outputs == [((2,), BF16), ((260,), torch.uint8)] and kept.numel() == 260
-    ((_, (first, second, third), _),) = kernel.started
-    assert first is out and second.shape == (3, 5) and third.dtype == torch.float32
-    assert [t.data_ptr() - kept.data_ptr() for t in (second, third)] == [0, 256]
 
 
 def test_threads_take_turns_in_triton_s_interpreter():
@@ -376,16 +310,6 @@ def test_scratch_of_nothing_is_passed_too(planned):
     assert output.data_ptr() in addresses and len(addresses) == 3  # with that of the room
 
 
-def test_a_launch_of_nothing_allocates_every_time():
-    builder = LaunchBuilder(torch.device("cpu"), inputs=0)
-    nothing = builder.buffer((0, 4), torch.float32)
-    builder.step(Kernel(), 0, nothing)
-    launch_of_nothing = builder.launch(nothing)
-    for _ in range(3):
-        (output,) = launch_of_nothing()
-        assert output.shape == (0, 4)
-
-
 def test_a_launch_that_was_answered_under_a_mode_holds_nothing_of_it():
     """It held tensors to allocate by: those of FakeTensorMode, and every later call of the launch failed."""
     builder = LaunchBuilder(torch.device("cpu"), inputs=0)
@@ -396,28 +320,6 @@ def test_a_launch_that_was_answered_under_a_mode_holds_nothing_of_it():
     outputs = made()
     assert all(type(output) is torch.Tensor and output.is_contiguous() for output in outputs)
     assert [tuple(output.shape) for output in outputs] == shapes
-
-
-def test_facts_are_all_that_a_kernel_is_specialized_on():
-    x = torch.empty(4, 32, dtype=BF16)
-    same = meta_of(torch.empty(4, 32, dtype=BF16))
-    assert meta_of(x) == same and meta_of(None) is None
-    for other in (x.T, x[:2], x.float(), x[:, ::2], x.view(-1)[1:65].view(2, 32)):
-        assert meta_of(other) != same
-    assert not meta_of(x.view(-1)[1:65].view(2, 32)).aligned
-
-
-def test_remembered_questions_are_bounded(monkeypatch):
-    asked = []
-
-    @launch.resolver
-    def answer(question):
-        asked.append(question)
-        return question
-
-    for question in [*range(launch.MOST_QUESTIONS + 1), 0]:
-        answer(question)
-    assert asked == [*range(launch.MOST_QUESTIONS + 1), 0]  # the first was forgotten when one more came
 
 
 def started_elsewhere(tree: ast.AST) -> list[int]:
