@@ -9,8 +9,21 @@ from torch import Tensor
 
 from fp4engine import reference
 from fp4engine.constants import SR_GUARD
-from fp4engine.formats import E4M3, E8M0, FP32, UE5M3, CastSpec, Outer, RoundingMode, ScaleRule
+from fp4engine.formats import (
+    E4M3,
+    E8M0,
+    FP32,
+    UE5M3,
+    CastSpec,
+    Correction,
+    Outer,
+    Rotation,
+    RoundingMode,
+    ScaleRule,
+    Signs,
+)
 from fp4engine.recipe import zoo
+from fp4engine.reference import hadamard, philox
 from fp4engine.tensor import Operand
 from fp4engine.testing import assert_scales_adjacent
 
@@ -22,6 +35,9 @@ GUARDED = STOCHASTIC.replace(target=6 * SR_GUARD)
 WIDE = NVFP4.replace(scale=UE5M3, scale_bound=UE5M3.max_value, outer=Outer.NONE)
 EVERY = zoo.SEARCHED.replace(search=(-2, -1, 1, 2, 3, 4, 5, 6))
 CLIPPED = zoo.ENCLOSED.replace(block=(32, 32), scale_rule=ScaleRule.CEIL87)
+FRESH = Rotation(128, Signs.WGRAD)
+EDEN128 = zoo.EDEN.replace(rotation=FRESH)
+SCALAR = zoo.SCALAR.replace(rotation=FRESH)
 FP8 = CastSpec(element=E4M3, block=(0, 0), scale=FP32, scale_bound=1.0, target=448.0)
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "recipes.md"
@@ -36,8 +52,14 @@ def gaussian(rows: int, cols: int, seed: int = 0) -> Tensor:
 
 
 def decoded(x: Tensor, spec: CastSpec, draw: int = 1, stream: int = 0) -> Tensor:
-    cast = reference.quantize(x, spec, rng=torch.tensor([2024, draw]), stream=stream)
-    return reference.dequantize(*cast, spec, x.shape[1], torch.float32)
+    """What ``x`` comes back as, rotation undone: its matrix is orthogonal and symmetric but for the signs."""
+    rng = torch.tensor([2024, draw])
+    values = reference.dequantize(*reference.quantize(x, spec, rng=rng, stream=stream), spec, x.shape[1], torch.float32)
+    if spec.rotation is None:
+        return values
+    signs = philox.rotation_signs(spec.rotation, rng, stream, x.device)
+    unsigned = hadamard.rotate(values, torch.ones(spec.rotation.size), torch.float32)
+    return unsigned * signs.repeat(x.shape[1] // spec.rotation.size)
 
 
 def relative_mse(got: Tensor, want: Tensor) -> float:
@@ -67,6 +89,14 @@ def relative_mse(got: Tensor, want: Tensor) -> float:
         pytest.param(zoo.ENCLOSED, 13.89, 0.05, id="mxfp4, held by a power of two"),
         pytest.param(CLIPPED, 17.31, 0.05, id="the same in 32x32 tiles, clipped"),
         pytest.param(FP8, 0.70, 0.01, id="fp8 per tensor"),
+        pytest.param(EDEN128.replace(correction=Correction.EDEN16), 9.31, 0.08, id="MS-EDEN, one correction per 16"),
+        pytest.param(EDEN128, 9.74, 0.08, id="MS-EDEN, one correction per 128"),
+        pytest.param(SCALAR, 7.6, 0.08, id="4over6 with one scalar"),
+        pytest.param(NVFP4.replace(outer=Outer.BLOCK128), 9.01, 0.08, id="1x128 outer scales"),
+        pytest.param(zoo.LOCAL, 9.05, 0.08, id="outer scale for 128 rows"),
+        pytest.param(NVFP4.replace(outer=Outer.ROW), 9.05, 0.08, id="outer scale per row"),
+        pytest.param(NVFP4.replace(rotation=FRESH), 9.06, 0.08, id="rotation changes nothing on a Gaussian"),
+        pytest.param(zoo.MXFP4_TSENG, 28.21, 0.3, id="MXFP4 floor times 3/4, stochastic"),
     ],
 )
 def test_relative_mse_in_thousandths(spec: CastSpec, expected: float, tolerance: float) -> None:
@@ -88,21 +118,34 @@ def test_the_range_of_ue5m3_scales_without_an_outer_one(amplitude: float, expect
         pytest.param(NVFP4, NVFP4, 17.4, id="nearest x nearest"),
         pytest.param(NVFP4, TILES, 16.7, id="nearest x 16x16, fprop"),
         pytest.param(STOCHASTIC, TILES, 15.0, id="stochastic x 16x16, dgrad"),
+        pytest.param(GUARDED, GUARDED, 13.23, id="guarded x guarded"),
+        pytest.param(EDEN128, EDEN128, 17.06, id="MS-EDEN x MS-EDEN"),
+        pytest.param(mxfp4(ScaleRule.FLOOR), mxfp4(ScaleRule.FLOOR), 15.80, id="MXFP4 floor x floor"),
     ],
 )
 def test_decibels_of_a_product(left: CastSpec, right: CastSpec, expected: float) -> None:
     """K = 1024; one decimal is what the contract states."""
     x, w = gaussian(512, 1024, 1), gaussian(512, 1024, 2)
-    noise = relative_mse(decoded(x, left) @ decoded(w, right).T, x.double() @ w.double().T)
+    noise = relative_mse(decoded(x, left, stream=4) @ decoded(w, right, stream=2).T, x.double() @ w.double().T)
     assert -10 * torch.tensor(noise).log10() == pytest.approx(expected, abs=0.1)
 
 
 @pytest.mark.parametrize(
     ("spec", "floor"),
-    [pytest.param(GUARDED, 0.0, id="guarded"), pytest.param(STOCHASTIC, 0.12e-3, id="unguarded")],
+    [
+        pytest.param(GUARDED, 0.0, id="guarded"),
+        pytest.param(STOCHASTIC, 0.12e-3, id="unguarded"),
+        pytest.param(zoo.MXFP4_TSENG, 0.0, id="Tseng"),
+        pytest.param(EDEN128, 0.0, id="MS-EDEN"),
+        pytest.param(SCALAR, 0.0, id="4over6 with one scalar"),
+        pytest.param(FOUR_OVER_SIX.replace(rounding=RoundingMode.STOCHASTIC), 0.2e-3, id="4over6, stochastic"),
+    ],
 )
 def test_the_mean_of_n_draws_closes_as_one_over_n(spec: CastSpec, floor: float) -> None:
-    """``error(n) = variance / n + floor``: the guard leaves no floor, without it saturated block maxima do."""
+    """``error(n) = variance / n + floor``: the guard leaves no floor, without it saturated block maxima do.
+
+    Signs are drawn again inside the mean; averaging over the rest alone converges to something else.
+    """
     x = gaussian(512, 512)
     total = torch.zeros_like(x, dtype=torch.float64)
     errors = {}
