@@ -128,6 +128,12 @@ def test_what_is_no_recipe_is_named(name: str, recipe: object) -> None:
     [
         (lambda: fp4engine.convert(make_model(None), keep_high_precision=None), "keep_high_precision .* got None"),
         (lambda: fp4engine.convert(make_model(None), keep_high_precision=[3]), r"keep_high_precision .* got \[3\]"),
+        (lambda: fp4engine.convert(make_model(None), keep_high_precision="lm_head"), "must be a sequence of patterns"),
+        (
+            lambda: fp4engine.convert(make_model(None), module_filter_fn=["x"]),
+            r"module_filter_fn must be .* got \['x'\]",
+        ),
+        (lambda: fp4engine.convert(make_model(None), adapters=["x"]), r"adapters must be True or False, got \['x'\]"),
         (lambda: export_checkpoint(make_model(), "never", keep_high_precision=[3]), r"keep_high_precision .* \[3\]"),
         (lambda: export_checkpoint(make_model(), None), "directory must be a path, got None"),
         (lambda: export_checkpoint(make_model(), "never", weights=[1]), r"weights must map .* got \[1\]"),

@@ -119,18 +119,6 @@ def test_a_pattern_that_lacks_its_beginning_is_told_how_to_go_on() -> None:
         fp4engine.convert(Model(), keep_high_precision=["up"])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"keep_high_precision": "lm_head"}, "sequence of patterns"),
-        ({"recipe": "nvfp4"}, "recipe must be an fp4engine.recipe.Recipe"),
-    ],
-)
-def test_arguments_of_the_wrong_kind_raise(arguments: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        fp4engine.convert(Model(1), **arguments)
-
-
 def test_a_model_without_linears_inside_raises() -> None:
     with pytest.raises(ValueError, match="this model is itself one"):
         fp4engine.convert(nn.Linear(4, 4))
@@ -479,20 +467,6 @@ def test_the_tables_are_for_reading() -> None:
         "2 of 3 linear modules converted, 66.7% of linear FLOPs planned in FP4",
     ]
     assert str(fp4engine.executed_gemms(model)).endswith("\nno GEMM was counted")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"module_filter_fn": ["lm_head"]}, r"module_filter_fn must be a function, got \['lm_head'\]"),
-        ({"adapters": ["lora_A"]}, r"adapters must be True or False, got \['lora_A'\]"),
-    ],
-)
-def test_arguments_of_another_kind_are_refused(arguments: dict, message: str) -> None:
-    model = Model(1)
-    with pytest.raises(ValueError, match=message):
-        fp4engine.convert(model, **arguments)
-    assert not any(isinstance(module, fp4engine.Linear) for module in model.modules())
 
 
 def test_last_blocks() -> None:

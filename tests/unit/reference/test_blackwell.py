@@ -10,8 +10,6 @@ import torch
 from fp4engine.reference import SumRules, add_toward_zero, gemm, sum_by_groups
 from tests.exact_sums import assert_same_bits, planted, spread, sums
 
-ONE = torch.ones(1)
-
 
 @pytest.mark.parametrize("sigma", [0.0, 1.0, 3.0, 6.0])
 @pytest.mark.parametrize("k", [0, 1, 16, 48, 64, 65, 200, 333])
