@@ -37,7 +37,7 @@ class RecorderCallback(TrainerCallback):
         logs: dict[str, float] | None = None,
         **_: Any,
     ) -> None:
-        if self.run is not None and logs is not None and "loss" in logs:
+        if self.run is not None and logs is not None and "loss" in logs and state.global_step > self.run.steps:
             self.run.step(logs["loss"], at=state.global_step)
 
     def on_evaluate(
@@ -56,3 +56,4 @@ class RecorderCallback(TrainerCallback):
         if self.run is not None:
             self.run.steps = state.global_step
             self.run.finish()
+            self.run = None  # what is evaluated later is no part of it

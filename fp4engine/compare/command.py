@@ -22,7 +22,7 @@ from fp4engine.compare.recorder import AGAIN, HIGH_PRECISION, Run
 from fp4engine.compare.results import Result, read, read_folders
 from fp4engine.compare.runner import Job, Runner, Stopped
 from fp4engine.compare.sensitivity import Sensitivity, measure, short
-from fp4engine.compare.task import TextTask, source_of
+from fp4engine.compare.task import TextTask, source_of, without_memory
 from fp4engine.compare.training import Places
 from fp4engine.estimate import Estimate, estimate
 from fp4engine.recipe import Recipe, recipe_from_argument
@@ -154,15 +154,13 @@ def check(task: TextTask, recipes: Mapping[str, Recipe]) -> nn.Module:
             task.convert(model, Run(label, recipe, 0))
         except ValueError as error:
             raise InputError(f"{label}: {error}") from error
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise InputError("--model: no parameter of the model is trained; set requires_grad, or give --lora")
     return _without_memory(task)
 
 
 def _without_memory(task: TextTask) -> nn.Module:
-    try:
-        with torch.device("meta"):
-            return task.model()
-    except NotImplementedError:  # a function that looks at the values that it makes
-        return task.model()
+    return without_memory(task.model)
 
 
 def jobs_of(task: TextTask, recipes: Mapping[str, Recipe], seeds: int, noise: int, weights: Path) -> list[Job]:

@@ -165,7 +165,7 @@ class Comparison:
         ]
         if (noise := statistics.root_mean_square(self.noise)) is not None:
             said.append(
-                f"Runs that differ by draws and the order of additions alone end {noise:.2f}% apart (root mean square "
+                f"Runs that differ by draws and the order of additions alone end {noise:.2g}% apart (root mean square "
                 f"of {len(self.noise)})."
             )
         named = [{"fp4engine": "unknown", "torch": "unknown", **run.header} for run in self.results]
@@ -211,6 +211,10 @@ def compare(results: Iterable[Result], tolerance: float, labels: Sequence[str] =
         names = [name for name in {**first, **second} if first.get(name) != second.get(name)]
         odd = "; ".join(f"{name} {first.get(name)!r} and {second.get(name)!r}" for name in names)
         raise InputError(f"these runs cannot be compared, for they differ in more than recipe and seed: {odd}")
+    judged = {run.judged_by: run for run in found if not run.diverged}
+    if len(judged) > 1:
+        said = "; ".join(f"{run.path} by {by}" for by, run in judged.items())
+        raise InputError(f"these runs cannot be compared, for they are judged at different ends: {said}")
     if below := [run for run in found if run.loss <= 0]:
         raise InputError(f"a gap in percent needs losses above zero, and {below[0].path} ends at {below[0].loss:g}")
     kinds: dict[str, list[Result]] = {}

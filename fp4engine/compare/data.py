@@ -5,6 +5,7 @@ are as many tokens as a run needs. What was read is kept, and read again where t
 """
 
 import hashlib
+import io
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -113,8 +114,9 @@ def prepare(
                     f"--data {where} leaves {len(stream):,} {unit}s for {part}, and a window needs {length:,}; "
                     "give more text, or a smaller --sequence"
                 )
-            with (folder / f"{part}.npy").open("wb") as file:
-                np.save(file, stream)
+            content = io.BytesIO()  # numpy's own writer does not say which file a full disk has cut off
+            np.save(content, stream)
+            write_atomically(folder / f"{part}.npy", content.getvalue())
             digest.update(hashlib.sha256(stream.tobytes()).digest())
         counts = {part: len(stream) for part, stream in zip(("training", "validation"), streams, strict=True)}
         write_atomically(folder / "tokens.json", json.dumps({"digest": digest.hexdigest()[:16], **counts}))

@@ -107,6 +107,7 @@ def html(comparison: Comparison, about: About) -> str:
         verdicts=[
             (arm, verdict, WORDS[verdict.code]) for arm in comparison.arms if (verdict := comparison.verdict(arm))
         ],
+        precision=next(iter(comparison.baseline.runs.values())).header.get("precision", "high precision"),
         noise=statistics.root_mean_square(comparison.noise),
         pairs=len(comparison.noise),
         charts=_charts(comparison, arms),

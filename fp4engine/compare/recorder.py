@@ -36,6 +36,13 @@ AGAIN = {"draws": 1_000_003, "order": "reversed"}
 LOSSES_KEPT = 400
 """The most rows of training loss in a finished file; where there were more steps, each is a mean over its share."""
 
+OWN = {
+    "setting": frozenset[str](),
+    "facts": frozenset(("kind", "format", "label", "key", "seed", "setting", "recipe", "extra", "recipe_json")),
+    "extra": frozenset(("setting", "recipe", "seed")),
+}
+"""Names that a recorder gives meaning to, which dicts of a caller's own must not have."""
+
 ROWS_AT_ONCE = 32
 SECONDS_AT_ONCE = 5.0
 """Rows wait for others or for this time: writing them waits for the GPU, whose tensors they hold."""
@@ -133,12 +140,15 @@ class Recorder:
         for name, value in given.items():
             if not isinstance(value, Mapping) or not _is_plain(value):
                 raise ValueError(f"{name} must be a dict of plain JSON values, got {shown(value)}")
+            if taken := sorted(OWN[name] & value.keys()):
+                raise ValueError(f"{name} must leave {taken[0]!r} to the recorder, which says it of every run")
         self.run = Run(label or named, made, require_integer("seed", seed, 0), dict(given["extra"]))
         self.steps = require_integer("first_step", first_step, 0)
         self.diverged_at: int | None = None
         self.path = self.run.path(require_path("folder", folder), given["setting"])
         self.part = self.path.with_name(f"{self.path.name}.part")
         self.records = self.path.with_suffix("")
+        self._noted, self._is_finished = self.steps, False
         self._pending: list[dict[str, Any]] = []
         self._begun = self._written = time.perf_counter()
         self._writes = not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
@@ -168,19 +178,32 @@ class Recorder:
 
         Args:
             at: how many steps there have been, where not every one is noted.
+
+        Raises:
+            ValueError: the loss is not one number; ``at`` is not above the step that was noted last.
+            InputError: the run has been finished.
         """
-        self.steps = self.steps + 1 if at is None else at
-        self._pending.append({"step": self.steps, "loss": loss.detach() if isinstance(loss, Tensor) else float(loss)})
+        self._require_unfinished()
+        value = _one(loss)
+        self.steps = self._noted = self.steps + 1 if at is None else require_integer("at", at, self._noted + 1)
+        self._pending.append({"step": self.steps, "loss": value})
         if len(self._pending) >= ROWS_AT_ONCE or time.perf_counter() - self._written >= SECONDS_AT_ONCE:
             self.flush()
 
     def validation(self, loss: Tensor | float) -> None:
-        """Note the validation loss after the step that was counted last."""
-        self._pending.append({"step": self.steps, "validation_loss": float(loss)})
+        """Note the validation loss after the step that was counted last; of two after one step the later counts.
+
+        Raises:
+            ValueError: the loss is not one number.
+            InputError: the run has been finished.
+        """
+        self._require_unfinished()
+        self._pending.append({"step": self.steps, "validation_loss": float(_one(loss))})
         self.flush()
 
     def note(self, kind: str, **values: Any) -> None:
         """Note something else of the step that is under way, as a row of a kind."""
+        self._require_unfinished()
         self._pending.append({"kind": kind, "step": self.steps + 1, **values})
 
     def flush(self) -> None:
@@ -207,20 +230,33 @@ class Recorder:
             sync(self.part)
 
     def finish(self, **facts: Any) -> None:
-        """End the run: its file is then whole, with ``facts`` in its last line."""
+        """End the run: its file is then whole, with ``facts`` in its last line.
+
+        Raises:
+            InputError: no loss was noted.
+        """
         self.flush()
+        self._is_finished = True
         if not self._writes or not self.part.exists():
             return
         header, *rows = read_rows(self.part)
         losses = [row for row in rows if "loss" in row]
+        validation = {row["step"]: row for row in rows if "validation_loss" in row}
+        if not (losses or validation):
+            raise InputError(f"the run {self.run} has noted no loss: call step or validation before it ends")
         end: dict[str, Any] = {"kind": "end", "steps": self.steps, "status": "finished"}
         if self.diverged_at is not None:
             end |= {"status": "diverged", "diverged_at": self.diverged_at}
         rest = [row for row in rows if "loss" not in row]
+        rest = [row for row in rest if "validation_loss" not in row or validation[row["step"]] is row]
         seconds = {"seconds": round(time.perf_counter() - self._begun, 2)}
         content = [header, *thinned(losses), *rest, end | seconds | facts]
         write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in content))
         self.part.unlink()
+
+    def _require_unfinished(self) -> None:
+        if self._is_finished:
+            raise InputError(f"the run {self.run} has been finished ({self.path}), and takes no more")
 
     def __enter__(self) -> "Recorder":
         return self
@@ -263,6 +299,18 @@ def thinned(losses: list[dict[str, Any]]) -> list[dict[str, Any]]:
     share = math.ceil(len(losses) / LOSSES_KEPT)
     parts = [losses[start : start + share] for start in range(0, len(losses), max(share, 1))]
     return [{"step": part[-1]["step"], "loss": _mean([row["loss"] for row in part])} for part in parts]
+
+
+def _one(loss: Any) -> Tensor | float:
+    """A loss as one number, or as a tensor of one, which is not waited for."""
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss.detach()
+    if isinstance(loss, Tensor):
+        raise ValueError(f"loss must be one number, got a tensor of shape {list(loss.shape)}")
+    try:
+        return float(loss)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"loss must be one number, got {shown(loss)}") from error
 
 
 def _mean(values: list[float | None]) -> float | None:

@@ -67,13 +67,24 @@ class Result:
         """:attr:`loss` as it was after this share of the run's last step."""
         if self.end.get("status") == "diverged":
             return math.nan
-        rows = self.validation or self.losses
+        rows = self._measured
         last = share * rows[-1][0]
         done = [(step, loss) for step, loss in rows if step <= last] or [rows[0]]
-        if self.validation:
+        if rows is self.validation:
             return done[-1][1]
         tail = [loss for step, loss in done if step > (1 - TAIL) * done[-1][0]]
         return sum(tail) / len(tail)
+
+    @property
+    def _measured(self) -> tuple[tuple[int, float], ...]:
+        """The losses that judge the run: of validations, if there is one after a step, else of training."""
+        return self.validation if self.validation and (self.validation[-1][0] or not self.losses) else self.losses
+
+    @property
+    def judged_by(self) -> str:
+        """What :attr:`loss` is, which two runs must have in common to be compared."""
+        kind = "a validation" if self._measured is self.validation else "training losses"
+        return f"{kind} after step {self._measured[-1][0]}"
 
     @property
     def is_baseline(self) -> bool:
@@ -114,7 +125,7 @@ def read(path: Path) -> Result:
     if not (losses or validation):
         raise InputError(f"{path} is damaged: it has no loss; move it away")
     for series in (losses, validation):
-        if not all(first < second for (first, _), (second, _) in itertools.pairwise(((0, 0.0), *series))):
+        if not all(first < second for (first, _), (second, _) in itertools.pairwise(((-1, 0.0), *series))):
             raise InputError(f"{path} is damaged: its steps do not rise; move it away")
     others = [row for row in rows if "kind" in row]
     return Result(path, header, losses, validation, tuple(others), end)
@@ -166,7 +177,7 @@ def read_folders(folders: Iterable[Path]) -> list[Result]:
     """All finished runs below some folders, in the order of their paths, each once.
 
     Raises:
-        InputError: a folder is not there, or a file in it is damaged.
+        InputError: a folder is not there, a file in it is damaged, or two are of one run and have other losses.
     """
     found: dict[str, Result] = {}
     for folder in folders:
@@ -176,5 +187,15 @@ def read_folders(folders: Iterable[Path]) -> list[Result]:
             if re.search(r"\.seed\d+(\.[0-9a-f]{8})?\.jsonl$", path.name):
                 result = read(path)
                 if "short" not in result.header["setting"]:  # such runs of `compare` rank parts of a recipe
-                    found.setdefault(result.key, result)
+                    _add(found, result)
     return list(found.values())
+
+
+def _add(found: dict[str, Result], result: Result) -> None:
+    """Add a run by its key, unless it is there."""
+    other = found.setdefault(result.key, result)
+    if (other.losses, other.validation) != (result.losses, result.validation):
+        raise InputError(
+            f"{other.path} and {result.path} have the same setting, recipe and seed, and other losses; let a "
+            "recorder's setting or extra say what differs, or move one of them away"
+        )

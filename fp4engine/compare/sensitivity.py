@@ -63,7 +63,8 @@ class Sensitivity:
         gap: of the whole recipe, in percent.
         noise: what differences mean nothing, in percent: the largest of two runs that differ by chance alone, and of
             the parts that seem to help.
-        keep: patterns of parts to keep in high precision, of those that are clear of the noise.
+        keep: patterns of parts to keep in high precision, of those that are clear of the noise; none where keeping
+            them brings less than the noise.
         gap_then: the gap that is left with those, in percent.
         steps: of each short run.
         divergence: by unit, how far its rounding in the forward pass moves predictions, in nats per token, by
@@ -165,14 +166,16 @@ def measure(task: Task, recipe: Recipe, model: nn.Module, runner: Runner) -> Sen
     found = [Unit(unit.name, 100 * unit.gap / high, unit.share) for unit in advice.ranking]
     noise = max(*map(abs, apart), *(-unit.gap for unit in found))  # rounding cannot help: what seems to is chance
     clear = {unit.name for unit in found if unit.gap > CLEAR_OF_NOISE * noise}
-    keep = [unit.name for unit in advice.ranking if not unit.in_recipe and unit.name in clear]
+    gap, gap_then = 100 * advice.gap / high, 100 * advice.measured_gap / high
+    helps = gap - gap_then > CLEAR_OF_NOISE * noise
+    keep = [unit.name for unit in advice.ranking if not unit.in_recipe and unit.name in clear] if helps else []
     return Sensitivity(
         tuple(found),
         tuple(Unit(gemm, 100 * (last_quarter(losses(made)) - high) / high, 1 / 3) for gemm, made in products.items()),
-        100 * advice.gap / high,
+        gap,
         noise,
         tuple(keep),
-        100 * advice.measured_gap / high,
+        gap_then,
         task.steps,
         divergence if by_layer else "; ".join(row["why"] for row in effects),
     )

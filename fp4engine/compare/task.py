@@ -1,13 +1,17 @@
 """What the runs of a comparison share: a model, its loss, its batches, its settings."""
 
 import hashlib
+import inspect
 import json
+import sys
+import sysconfig
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -15,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp4engine.accounting.planned import ConversionPlan
+from fp4engine.arguments import shown
 from fp4engine.compare.checkpoint import Stateful, file_digest
 from fp4engine.compare.data import Encode, Tokens
 from fp4engine.compare.files import InputError, one_line
@@ -298,7 +303,12 @@ class _FromTransformers(Source):
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
     def encoding(self) -> tuple[str, Encode]:
-        vocabulary = self.config.get_text_config().vocab_size
+        vocabulary = getattr(self.config.get_text_config(), "vocab_size", None)
+        if vocabulary is None:
+            raise InputError(
+                f"--model: {self.file} has no vocab_size, so it is no language model; give module:function, which "
+                "returns a model and its loss"
+            )
         found = [self.folder / name for name in TOKENIZER_FILES if (self.folder / name).is_file()]
         if not found:
             if vocabulary < 256:
@@ -341,9 +351,13 @@ class _FromFunction(Source):
         if not callable(self.function):
             raise InputError(f"--model: {name} must be a function that returns a model and its loss")
         self._loss: Loss | None = None
+        self._made: WeakSet[nn.Module] = WeakSet()
 
     def _call(self) -> Sequence[Any]:
-        made = self.function()
+        try:
+            made = self.function()
+        except Exception as error:  # whatever somebody's function raises
+            raise InputError(f"--model: {self.name}() fails: {one_line(error)}") from error
         parts = made if isinstance(made, tuple) else (made,)
         fits = len(parts) in (2, 3) and isinstance(parts[0], nn.Module) and all(map(callable, parts[1:]))
         if not fits:
@@ -351,6 +365,12 @@ class _FromFunction(Source):
                 f"--model: {self.name}() must return (model, loss), where loss(model, tokens) is one number, or "
                 f"(model, loss, encode), where encode(text) is a list of token ids; got {type(made).__name__}"
             )
+        if not self._made.isdisjoint(modules := list(parts[0].modules())):
+            raise InputError(
+                f"--model: {self.name}() must make a new model each time, and returned what it had returned before, "
+                "with which a run would begin where another has ended"
+            )
+        self._made.update(modules)
         return parts
 
     def make(self, dtype: torch.dtype) -> nn.Module:
@@ -358,15 +378,36 @@ class _FromFunction(Source):
         return model.train().to(_device())
 
     def loss(self, model: nn.Module, tokens: Tensor) -> Tensor:
-        loss = self._loss
-        if loss is None:
-            loss = self._loss = self._call()[1]
-        return loss(model, tokens)
+        function = self._loss
+        if function is None:
+            function = self._loss = self._call()[1]
+        loss = function(model, tokens)
+        is_tensor = isinstance(loss, Tensor)
+        if is_tensor and loss.numel() == 1 and (loss.requires_grad or not torch.is_grad_enabled()):
+            return loss
+        without = "" if not is_tensor or loss.requires_grad else " without a gradient"
+        what = f"a tensor of shape {list(loss.shape)}{without}" if is_tensor else shown(loss)
+        raise InputError(
+            f"--model: the loss of {self.name}() must be one number, in nats per token, with a gradient; got {what}"
+        )
 
     def digest(self) -> str:
-        module = getattr(self.function, "__code__", None)
-        source = Path(module.co_filename).read_bytes() if module else repr(self.function).encode()
-        return hashlib.sha256(self.name.encode() + b"\n" + source).hexdigest()[:16]
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
+        sources = b"".join(dict.fromkeys(file.read_bytes() for file in self._files()))
+        return hashlib.sha256(self.name.encode() + b"\n" + sources).hexdigest()[:16]
+
+    def _files(self) -> list[Path]:
+        """The sources of the function, of its model's classes and of its loss, without those of installed packages."""
+        model, loss, *_ = without_memory(self._call)
+        classes = {type(module) for module in model.modules()}
+        where = self.name.rpartition(":")[0]
+        first = where if where.endswith(".py") else inspect.getsourcefile(sys.modules[where])
+        found = {file for made in (self.function, loss, *classes) if (file := _source(made))}
+        files = dict.fromkeys(Path(file).resolve() for file in (first, *sorted(found)) if file)
+        return [file for file in files if not any(file.is_relative_to(folder) for folder in _INSTALLED)]
 
     def encoding(self) -> tuple[str, Encode]:
         with torch.device("cpu"):
@@ -374,6 +415,29 @@ class _FromFunction(Source):
         if not rest:
             return "bytes", encode_bytes(0)
         return f"{self.name} {self.digest()}", lambda texts: [np.array(rest[0](text), np.uint32) for text in texts]
+
+
+_INSTALLED = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib"))
+
+
+def _source(made: Any) -> str | None:
+    """The file in which a class, a function or the class of an object was written, below decorators and ``partial``."""
+    made = made.func if isinstance(made, partial) else inspect.unwrap(made)
+    with suppress(TypeError):  # of what is built in
+        return inspect.getsourcefile(made if inspect.isroutine(made) or isinstance(made, type) else type(made))
+    return None
+
+
+_Made = TypeVar("_Made")
+
+
+def without_memory(make: Callable[[], _Made]) -> _Made:
+    """What ``make`` makes on ``meta``; elsewhere if that fails, such as where it looks at the values that it makes."""
+    try:
+        with torch.device("meta"):
+            return make()
+    except Exception:
+        return make()
 
 
 def encode_bytes(separator: int) -> Encode:

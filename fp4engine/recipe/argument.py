@@ -53,7 +53,10 @@ def _from_file(path: Path) -> Recipe:
 
 def _from_code(argument: str) -> Recipe:
     found = imported(argument)
-    recipe = found if isinstance(found, Recipe) else found() if callable(found) else found
+    try:
+        recipe = found() if callable(found) and not isinstance(found, Recipe) else found
+    except Exception as error:  # whatever somebody's function raises
+        raise ValueError(f"{argument}() fails: {type(error).__name__}: {error}") from error
     if not isinstance(recipe, Recipe):
         raise ValueError(f"{argument} must be a recipe or a function that returns one, got {shown(recipe)}")
     return recipe

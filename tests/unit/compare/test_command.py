@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from fp4engine.cli import main
-from fp4engine.compare import Recorder, Run, checkpoint, read, read_folders
+from fp4engine.compare import InputError, Recorder, Run, checkpoint, read, read_folders
 from fp4engine.compare.command import estimates
 from fp4engine.compare.data import prepare
 from fp4engine.compare.files import alone_in, read_rows
@@ -25,6 +26,7 @@ from tests.tiny import CONFIGURATIONS
 from tests.tiny_task import trained
 
 MODEL = """
+import functools
 import torch
 from tests.tiny_task import TinyTask
 
@@ -34,6 +36,37 @@ def small():
 
 def wrong():
     return torch.nn.Linear(2, 2)
+
+def fails():
+    raise RuntimeError("no such\\nweights")
+
+def frozen():
+    return small()[0].requires_grad_(False), small()[1]
+
+def by_values():
+    [share.item() for share in torch.linspace(0, 0.1, 2)]
+    return small()
+
+def sized(count):
+    return small()
+
+by_part = functools.partial(sized, 1)
+cached = functools.cache(small)
+
+class Builder:
+    def __call__(self):
+        return small()
+
+built = Builder()
+
+def rows():
+    return small()[0], lambda model, tokens: small()[1](model, tokens).expand(3)
+
+def no_gradient():
+    return small()[0], lambda model, tokens: small()[1](model, tokens).detach()
+
+def no_tensor():
+    return small()[0], lambda model, tokens: 3.0
 """
 
 RECIPES = """
@@ -41,6 +74,9 @@ from fp4engine.recipe import zoo
 
 def mine():
     return zoo.make("nvfp4").replace(disable_rht=True)
+
+def fails():
+    raise KeyError("mine")
 """
 
 
@@ -145,6 +181,12 @@ def test_fields_that_differ_are_compared_one_at_a_time(folder: Path, capsys) -> 
         (["--model=empty"], "there is no empty/config.json"),
         (["--model=my_model.py:none"], "has no 'none'"),
         (["--model=my_model.py:wrong"], "must return (model, loss)"),
+        (["--model=my_model.py:fails"], "my_model.py:fails() fails: RuntimeError: no such weights"),
+        (["--model=my_model.py:sized"], "my_model.py:sized() fails: TypeError: sized() missing 1 required"),
+        (["--model=my_model.py:frozen"], "no parameter of the model is trained"),
+        (["--model=my_model.py:cached"], "my_model.py:cached() must make a new model each time"),
+        (["--model=pictures"], "has no vocab_size, so it is no language model; give module:function"),
+        (["--recipes", "my_recipes.py:fails"], "my_recipes.py:fails() fails: KeyError: 'mine'"),
         (["--data=nowhere"], "--data: there is no file or folder nowhere"),
         (["--batch=5000"], "a step needs 5000; give more text"),
         (["--sequence=50000"], "and a window needs 50,001"),
@@ -170,9 +212,51 @@ def test_bad_input_gets_one_line_before_anything_is_spent(change: list[str], sai
         (folder / name).mkdir()
         (folder / name / file).write_text('{"a": 1}')
     CONFIGURATIONS["llama"]().save_pretrained(folder / "tokens")
+    transformers.ViTConfig().save_pretrained(folder / "pictures")
     (folder / "rules.json").write_text(RuledRecipe(zoo.make("nvfp4"), (Rule(zoo.make("mxfp8"), "absent"),)).to_json())
     assert said in refused(capsys, *QUICK, *change)
     assert not list(folder.rglob("*.part"))
+
+
+@pytest.mark.parametrize("name", ["by_values", "by_part", "built"])
+def test_models_are_known_alike_in_every_process(name: str, folder: Path, capsys) -> None:
+    assert compare(*QUICK, f"--model=my_model.py:{name}", "--seeds=1", "--out=out") == 4
+    assert "page: out" in capsys.readouterr().out
+    assert len(list((folder / "out" / "runs").glob("*.jsonl"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "got"),
+    [
+        ("rows", "a tensor of shape [3]"),
+        ("no_gradient", "a tensor of shape [] without a gradient"),
+        ("no_tensor", "3.0"),
+    ],
+)
+def test_a_loss_is_one_number_with_a_gradient(name: str, got: str, folder: Path) -> None:
+    source = source_of(f"my_model.py:{name}")
+    with pytest.raises(
+        InputError, match=rf"must be one number, in nats per token, with a gradient; got {re.escape(got)}"
+    ):
+        source.loss(source.make(torch.float32), torch.zeros(2, 5, dtype=torch.int64))
+    with torch.no_grad():
+        if name == "no_gradient":
+            source.loss(source.make(torch.float32), torch.zeros(2, 5, dtype=torch.int64))
+
+
+def test_a_model_is_known_by_all_files_that_its_classes_are_in(folder: Path) -> None:
+    (folder / "their_layers.py").write_text("import torch\nclass Layer(torch.nn.Linear):\n    pass\n")
+    (folder / "their_model.py").write_text(
+        "from their_layers import Layer\ndef model():\n    return Layer(4, 4), lambda model, x: model(x).sum()\n"
+    )
+    script = "from fp4engine.compare.task import source_of; print(source_of('their_model:model').digest())"
+    digests: list[str] = []
+    for comment in ("", "", "# scaled\n"):
+        with (folder / "their_layers.py").open("a") as file:
+            file.write(comment)
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+        digests.append(done.stdout.split()[-1])
+    assert digests[0] == digests[1] != digests[2]
 
 
 def test_two_commands_do_not_share_a_folder(folder: Path, capsys) -> None:

@@ -1,5 +1,6 @@
 """Text becomes the same tokens wherever it is from, and none of it is both trained on and held out."""
 
+import errno
 import json
 from pathlib import Path
 
@@ -68,6 +69,19 @@ def test_all_kinds_of_files_give_the_same_tokens(made, tmp_path) -> None:
     before = (tokens.folder / "training.npy").stat().st_mtime_ns
     assert read(source if made is as_files else next(source.iterdir()), tmp_path / "out") == tokens
     assert (tokens.folder / "training.npy").stat().st_mtime_ns == before
+
+
+def test_a_disk_that_fills_is_named(tmp_path, monkeypatch) -> None:
+    (tmp_path / "a.txt").write_text("number " * 100)
+
+    def full(path: Path, content: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        with pytest.raises(OSError, match=r"No space left on device: .*training.npy"):
+            prepare([tmp_path / "a.txt"], encode_bytes(0), "bytes", 100, 9, "text", tmp_path / "out")
+    assert prepare([tmp_path / "a.txt"], encode_bytes(0), "bytes", 100, 9, "text", tmp_path / "out").training
 
 
 def test_no_more_is_read_than_a_run_needs(tmp_path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.ties import trial
-from fp4engine.compare import HIGH_PRECISION, Run, read_folders
+from fp4engine.compare import HIGH_PRECISION, Recorder, Run, read_folders
 from fp4engine.compare.comparison import Comparison, compare
 from fp4engine.compare.page import About, html
 from fp4engine.compare.runner import Job
@@ -16,6 +16,7 @@ from fp4engine.compare.sensitivity import Sensitivity, measure, short, units_of
 from fp4engine.compare.statistics import DOES_NOT, TRAINS
 from fp4engine.compare.training import Places, train
 from fp4engine.formats import CastSpec, Rotation
+from fp4engine.inspect.search import only
 from fp4engine.recipe import Casts, LinearRecipe, Recipe, zoo
 from tests.tiny_task import TinyTask
 
@@ -97,6 +98,28 @@ def test_equal_recipes_tie(tmp_path) -> None:
     """Four trials; `benchmarks/ties.py` makes a hundred."""
     task = TinyTask(steps=8, evaluate_every=8)
     assert sum(trial(task, number, tmp_path) for number in range(4)) >= 3
+
+
+def test_what_brings_nothing_is_not_advised(tmp_path) -> None:
+    """A part that is costly alone, and whose absence from the recipe does not help."""
+    task = TinyTask(steps=4, evaluate_every=4)
+    with torch.device("meta"):
+        model = task.model()
+    task.convert(model, Run("", HIGH_PRECISION, 0))
+    losses = {HIGH_PRECISION: 1.0, NVFP4: 1.0001, only(["blocks.1.up"], NVFP4): 1.01}
+    losses |= {only([f"blocks.{block}.{name}"], NVFP4): 1.0 for block in (0, 2) for name in ("up", "down")}
+
+    class Planned(InThisProcess):
+        def make(self, jobs: Sequence[Job], what: str = "") -> None:
+            for job in jobs:
+                options = {"seed": 0, "setting": job.task.setting(), "label": "short", "extra": job.run.extra}
+                if not job.is_done(self.places):
+                    with Recorder(self.places.finished, recipe=job.run.recipe, **options) as run:
+                        run.step(losses.get(job.run.recipe, 1.0001))
+
+    found = measure(task, NVFP4, model, Planned(Places(tmp_path, tmp_path)))
+    assert found.is_clear(found.units[0]) and found.units[0].name == "blocks.1.up"
+    assert found.gap == pytest.approx(found.gap_then) and found.keep == ()
 
 
 def test_parts_are_blocks_where_there_are_many_layers() -> None:

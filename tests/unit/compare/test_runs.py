@@ -170,11 +170,37 @@ def test_a_recipe_of_functions_is_known_by_their_source() -> None:
         ({"setting": {"a": object()}}, "setting must be a dict of plain JSON values"),
         ({"setting": "data"}, "setting must be a dict"),
         ({"first_step": 3}, "has to hold losses up to step 3"),
+        ({"facts": {"seed": 5}}, "facts must leave 'seed' to the recorder"),
+        ({"extra": {"recipe": "mine"}}, "extra must leave 'recipe' to the recorder"),
     ],
 )
 def test_a_recorder_refuses(options, said, tmp_path) -> None:
     with pytest.raises(ValueError, match=said):
         Recorder(tmp_path, **options)
+
+
+def test_a_recorder_takes_steps_that_rise_and_losses_of_one_number(tmp_path) -> None:
+    with pytest.raises(InputError, match="nvfp4, seed 0 has noted no loss"), Recorder(tmp_path, recipe="nvfp4"):
+        pass
+    with Recorder(tmp_path) as run:
+        run.validation(4.0)
+        run.step(torch.tensor([3.0]), at=5)
+        run.note("mine", value=1)
+        for at in (5, 4, 5.5):
+            with pytest.raises(ValueError, match="at must be an integer of at least 6, got"):
+                run.step(3.0, at=at)
+        for loss in (torch.zeros(2), None, "much"):
+            with pytest.raises(ValueError, match="loss must be one number, got"):
+                run.step(loss)
+        run.validation(2.0)
+        run.validation(1.5)
+    for late in (lambda: run.step(1.0), lambda: run.validation(1.0), lambda: run.note("mine")):
+        with pytest.raises(InputError, match="has been finished"):
+            late()
+    assert not run.part.exists()
+    result = read(run.path)
+    assert (result.losses, result.validation) == (((5, 3.0),), ((0, 4.0), (5, 1.5)))
+    assert [row["value"] for row in result.rows] == [1]
 
 
 def test_a_recorder_goes_on_where_its_run_does(tmp_path) -> None:

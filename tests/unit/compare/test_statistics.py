@@ -11,10 +11,10 @@ from fp4engine.compare import HIGH_PRECISION, InputError, Recorder, Result, plan
 from fp4engine.compare.comparison import Comparison, compare
 from fp4engine.compare.recorder import AGAIN
 from fp4engine.compare.statistics import CANNOT_TELL, DOES_NOT, TRAINS, interval, seeds_for
-from fp4engine.recipe import zoo
+from fp4engine.recipe import Recipe, zoo
 
 
-def record(folder: Path, recipe: str | None, losses: list[float], first: int = 0, **options) -> None:
+def record(folder: Path, recipe: Recipe | str | None, losses: list[float], first: int = 0, **options) -> None:
     """A run per loss, with seeds from `first` on; its loss was twice as high at half of its steps."""
     for seed, loss in enumerate(losses, first):
         with Recorder(folder, recipe=recipe, seed=seed, **options) as run:
@@ -138,11 +138,56 @@ def test_what_cannot_be_compared_is_refused(tmp_path) -> None:
         compared(tmp_path)
 
 
+def test_runs_that_ended_elsewhere_or_were_judged_otherwise_are_refused(tmp_path) -> None:
+    for name, more in (("longer", 1), ("unvalidated", 0)):
+        record(tmp_path / name, None, [1.0])
+        with Recorder(tmp_path / name, recipe="nvfp4") as run:
+            run.step(9.0)
+            if more:
+                run.step(8.0)
+                run.step(7.0)
+                run.validation(0.9)
+        with pytest.raises(
+            InputError, match=r"judged at different ends: .*baseline.* by a validation after step 2; .*nvfp4"
+        ):
+            compared(tmp_path / name)
+
+
+def test_a_run_that_diverged_may_have_ended_early(tmp_path) -> None:
+    record(tmp_path, None, [1.0])
+    with Recorder(tmp_path, recipe="nvfp4") as run:
+        run.step(math.nan)
+    assert compared(tmp_path).code == DOES_NOT
+
+
+def test_two_files_of_one_run_agree_or_are_refused(tmp_path) -> None:
+    record(tmp_path / "a", "nvfp4", [1.0])
+    record(tmp_path / "b", "nvfp4", [1.0], label="renamed")
+    assert len(read_folders([tmp_path])) == 1
+    record(tmp_path / "c", "nvfp4", [1.1], label="with my trick")
+    with pytest.raises(InputError, match=r"have the same setting, recipe and seed, and other losses; .*extra say what"):
+        read_folders([tmp_path])
+
+
+def test_a_validation_before_the_first_step_judges_nothing(tmp_path) -> None:
+    for recipe, last in ((None, 1.0), ("nvfp4", 1.5)):
+        with Recorder(tmp_path, recipe=recipe) as run:
+            run.validation(7.0)
+            run.step(last)
+    found = compared(tmp_path)
+    assert [run.loss for run in found.results] == [1.0, 1.5]
+
+
+def test_noise_that_is_small_is_not_called_none(tmp_path) -> None:
+    record(tmp_path, None, [1.0])
+    record(tmp_path, None, [1.000005], extra=AGAIN)
+    assert "alone end 0.0005% apart" in compared(tmp_path).markdown()
+
+
 def test_two_recipes_of_one_name_are_two_rows(tmp_path) -> None:
     record(tmp_path, None, [1.0])
     for recipe in ("nvfp4", "mxfp4"):
-        with Recorder(tmp_path, recipe=zoo.make(recipe), label="mine") as run:
-            run.step(1.0)
+        record(tmp_path, zoo.make(recipe), [1.0], label="mine")
     first, second = compared(tmp_path).arms
     assert first.label == "mine" and second.label.startswith("mine (")
 
