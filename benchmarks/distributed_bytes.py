@@ -68,9 +68,9 @@ def products() -> Generator[Operands]:
     linear = importlib.import_module("fp4engine.functional.linear")  # the module, which the function's name hides
     product, operands = Eager.product, []
 
-    def heard(b: Eager, plan: Any, name: str, left: Operand, right: Operand, *arguments: Any) -> Tensor:
+    def heard(b: Eager, name: str, left: Operand, right: Operand, *arguments: Any) -> Tensor:
         operands.extend(((f"{name} left", copied(left)), (f"{name} right", copied(right))))
-        return product(b, plan, name, left, right, *arguments)
+        return product(b, name, left, right, *arguments)
 
     with (
         mock.patch.object(linear, "fuses", lambda *_: False),  # one operation after the other

@@ -28,12 +28,12 @@ def heard(hear: Callable[[Call, str, Operand, Operand], Any]) -> Generator[None]
 
     class Heard(Eager):
         def __init__(self, device: torch.device, call: Call) -> None:
-            super().__init__(device, call.shards)
+            super().__init__(call.plan, device, call.shards)
             self.call = call
 
-        def product(self, plan: Any, name: Any, left: Operand, right: Operand, *arguments: Any) -> torch.Tensor:
+        def product(self, name: Any, left: Operand, right: Operand, *arguments: Any) -> torch.Tensor:
             hear(self.call, name, left, right)
-            return super().product(plan, name, left, right, *arguments)
+            return super().product(name, left, right, *arguments)
 
     with one_by_one(), mock.patch.object(Call, "eager", lambda call, device: Heard(device, call)):
         yield

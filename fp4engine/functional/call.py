@@ -10,7 +10,7 @@ from fp4engine.functional.eager import Eager
 from fp4engine.functional.main_grad import MainGrad
 from fp4engine.functional.norm import Norm
 from fp4engine.functional.plan import ExecutedGemms, LinearPlan
-from fp4engine.functional.program import CastWeight, Needs, cast_weight
+from fp4engine.functional.program import CastWeight, Dtypes, Needs, cast_weight
 from fp4engine.functional.shards import Shards
 from fp4engine.functional.weight_cache import WeightCache
 from fp4engine.ops import Direction
@@ -27,9 +27,10 @@ class Call(NamedTuple):
         shards: this rank's parts of the matrices, where several ranks share them; else None.
         weight_cache: holds the weight as it was cast before; None casts it anew.
         main_grad: where the weight's gradient goes instead of ``weight.grad``, or None.
-        needs_dgrad, needs_wgrad: whether a backward pass may be asked for the gradient of the input, and of the weight.
+        needs: which gradients a backward pass may be asked for, but for the bias's.
         function: the norm or activation that the input still has to go through, or None.
-        dtype: of the input, or of the value of ``function``.
+        cols: K.
+        dtypes: of the input, or of the value of ``function``; of the weight; and of the bias.
     """
 
     plan: LinearPlan
@@ -37,10 +38,10 @@ class Call(NamedTuple):
     shards: Shards | None
     weight_cache: WeightCache | None
     main_grad: MainGrad | None
-    needs_dgrad: bool
-    needs_wgrad: bool
+    needs: Needs
     function: Norm | Activation | None
-    dtype: torch.dtype
+    cols: int
+    dtypes: Dtypes
 
     @property
     def adds_bias(self) -> bool:
@@ -63,7 +64,7 @@ class Call(NamedTuple):
 
     def eager(self, device: torch.device) -> Eager:
         """The builder that computes at once."""
-        return Eager(device, self.shards)
+        return Eager(self.plan, device, self.shards)
 
     def cast_weight(self, weight: Tensor) -> CastWeight | None:
         """The weight as it was cast before, or is cast now for its cache; None without a cache."""
@@ -71,10 +72,9 @@ class Call(NamedTuple):
             return None
         tiles = self.weight_cache.tiles(weight)
         if tiles is not None:
-            return CastWeight(tiles, tiles if self.needs_dgrad else None, weight)
-        needs = Needs(self.needs_dgrad, self.needs_wgrad)
-        make = lambda: cast_weight(self.eager(weight.device), self.plan, as_matrix(weight), needs)
-        (rowwise, kept), seal = self.weight_cache.get(weight, self.plan, self.needs_dgrad, make)
+            return CastWeight(tiles, tiles if self.needs.dgrad else None, weight)
+        make = lambda: cast_weight(self.eager(weight.device), as_matrix(weight), self.needs)
+        (rowwise, kept), seal = self.weight_cache.get(weight, self.plan, self.needs.dgrad, make)
         return CastWeight(rowwise, kept, weight, seal)
 
     def record(self, flops: int, *names: GemmName) -> None:

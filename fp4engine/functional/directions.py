@@ -19,7 +19,7 @@ from fp4engine.constants import ALIGNMENT, MOST_QUESTIONS
 from fp4engine.functional.call import Call
 from fp4engine.functional.fused import Fused, NotCovered
 from fp4engine.functional.plan import LinearPlan
-from fp4engine.functional.program import CastWeight, LaterProduct, Needs, Request, accumulate, backward, forward
+from fp4engine.functional.program import CastWeight, Dtypes, LaterProduct, Needs, Request, accumulate, backward, forward
 from fp4engine.functional.record import Layout, Slot, replaced, restored, saved
 from fp4engine.functional.shards import shared_amaxes
 from fp4engine.kernels.amax_history import History, Past
@@ -109,8 +109,8 @@ def run_forward(
         require_repeated()
         names += ("state",)
         tensors.append(ops.state_of(x.device, call.stream("forward")))
-    needs, pasts = Needs(call.needs_dgrad, call.needs_wgrad), ()
-    asked = plan, needs, template, call.function, call.dtype, setting, x.device
+    needs, pasts = call.needs, ()
+    asked = plan, needs, template, call.function, call.dtypes[0], setting, x.device
     if call.shards is not None or plan.is_stateful:
         if _resolve_forward(*asked, names, _told(tensors), ()) is None:  # before ranks reduce or a history is recalled
             return None
@@ -124,20 +124,25 @@ def run_forward(
     if direction is None:
         return None
     if direction.launch.is_new:
-        direction.launch.beside(_compiling_backward(call, direction, told, kept_before, weight, bias))
+        direction.launch.beside(_compiling_backward(call, direction, told, kept_before, bias, x.device))
     (y,), kept = direction(tensors)
     return y, kept + kept_before, direction.layout
 
 
 def _compiling_backward(
-    call: Call, direction: Direction, told: Told, kept_before: Sequence[Tensor], weight: Tensor, bias: Tensor | None
+    call: Call,
+    direction: Direction,
+    told: Told,
+    kept_before: Sequence[Tensor],
+    bias: Tensor | None,
+    device: torch.device,
 ) -> Callable[[], None] | None:
     """What compiles the kernels of the backward that most likely follows, so that both directions compile at once.
 
     It is a guess: the gradient of the output is contiguous and has its dtype. A wrong one costs time of other cores.
     None where no backward follows, or where it depends on what ranks share or histories say.
     """
-    plan, needs = call.plan, Needs(call.needs_dgrad, call.needs_wgrad, bias is not None and bias.requires_grad)
+    plan, needs = call.plan, call.needs._replace(bgrad=bias is not None and bias.requires_grad)
     if call.shards is not None or plan.is_stateful or not (needs.dgrad or needs.wgrad):
         return None
     made = [_contiguous(*output) for output in direction.launch.outputs]
@@ -145,11 +150,10 @@ def _compiling_backward(
     names, expected = ("grad", *("kept",) * len(kept)), (made[0], *kept)
     if plan.draws_in_backward:
         names, expected = (*names, "state"), (*expected, _contiguous((2,), torch.int64))
-    dtypes = call.dtype, weight.dtype, None if bias is None else bias.dtype
     if needs.wgrad and (out := call.wgrad_out) is not None:
         names, expected = (*names, "main_grad"), (*expected, *_told([out]))
-    later, setting, device = call.wgrad_is_later, _setting(call, "backward"), weight.device
-    asked = plan, direction.layout, needs, weight.shape[1], dtypes, later, setting, device, names, expected, ()
+    later, setting = call.wgrad_is_later, _setting(call, "backward")
+    asked = plan, direction.layout, needs, call.cols, call.dtypes, later, setting, device, names, expected, ()
 
     def compile_backward() -> None:
         backward = _resolve_backward(*asked)
@@ -170,8 +174,6 @@ def run_backward(
     grad_output: Tensor,
     kept: Sequence[Tensor],
     needs: Needs,
-    cols: int,
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None],
     state: Tensor | None = None,
 ) -> tuple[Tensor | None, Any, Tensor | None] | None:
     """Gradients of input, weight and bias; None where kernels do not cover the direction.
@@ -179,7 +181,6 @@ def run_backward(
     Args:
         grad_output: [M, N].
         kept: what a forward of this ``layout`` saved.
-        cols, dtypes: see :func:`fp4engine.functional.program.backward`.
         state: of the random stream; None for the layer's.
 
     Returns:
@@ -202,7 +203,7 @@ def run_backward(
             return None
         names += ("main_grad",)
         tensors.append(out)
-    asked = plan, layout, needs, cols, dtypes, later, setting, grad_output.device
+    asked = plan, layout, needs, call.cols, call.dtypes, later, setting, grad_output.device
     if call.shards is not None or plan.is_stateful:
         if _recasts_shared(call) or _resolve_backward(*asked, names, _told(tensors), ()) is None:
             return None
@@ -217,23 +218,22 @@ def run_backward(
     grad_input = next(results) if needs.dgrad else None
     grad_weight: Any = None
     if needs.wgrad and later:
-        grad_weight = partial(_accumulate, call, direction.layout, [*left, *kept], cols)
+        grad_weight = partial(_accumulate, call, direction.layout, [*left, *kept])
     elif needs.wgrad and out is None:
         grad_weight = next(results)
     return grad_input, grad_weight, next(results) if needs.bgrad else None
 
 
-def _accumulate(call: Call, layout: Layout, pool: Sequence[Tensor], cols: int, out: Tensor) -> None:
+def _accumulate(call: Call, layout: Layout, pool: Sequence[Tensor], out: Tensor) -> None:
     """Add wgrad to ``out``, from the operands that a backward pass has left in ``pool``."""
     direction = None
     if _are_readable([out]):
-        told = _told([out, *pool])
-        direction = _resolve_accumulate(call.plan, layout, cols, out.device, told)
+        direction = _resolve_accumulate(call.plan, layout, call.cols, out.device, _told([out, *pool]))
     if direction is not None:
         direction([out, *pool])
     else:
         product, within = restored(layout.slots, pool)
-        accumulate(call.eager(out.device), call.plan, product, within, cols, out)
+        accumulate(call.eager(out.device), product, within, call.cols, out)
 
 
 class Flat(NamedTuple):
@@ -326,9 +326,9 @@ def _beside(call: Call, requests: Sequence[Request], tensors: list[Any]) -> tupl
     return tuple(names), tuple(pasts)
 
 
-def _builder(device: torch.device, setting: Setting, names: Names, told: Told, pasts: Pasts) -> Fused:
+def _builder(plan: LinearPlan, device: torch.device, setting: Setting, names: Names, told: Told, pasts: Pasts) -> Fused:
     """A builder of launches with these inputs."""
-    b = Fused(device, told, setting.replays, setting.rank_bits, dict(setting.places))
+    b = Fused(plan, device, told, setting.replays, setting.rank_bits, dict(setting.places))
     inputs = dict(zip(names, b.builder.inputs, strict=True))
     b.state = inputs.get("state")
     for role in TENSOR_TYPES:
@@ -358,7 +358,7 @@ def _resolve_forward(
         function: the norm or activation that the input has to go through.
         dtype: of the output.
     """
-    b = _builder(device, setting, names, told, pasts)
+    b = _builder(plan, device, setting, names, told, pasts)
     inputs = dict(zip(names, map(b.input, range(len(told))), strict=True))
     x, weight, statistics = inputs["x"], inputs["weight"], None
     assert x is not None
@@ -369,7 +369,7 @@ def _resolve_forward(
             read = _reader(b, names.index("given"))
             rowwise, seal = replaced((template.rowwise, template.seal), read)
             weight = template._replace(rowwise=rowwise, values=weight, seal=seal)
-        y, kept = forward(b, plan, x, weight, inputs["bias"], needs, dtype)
+        y, kept = forward(b, x, weight, inputs["bias"], needs, dtype)
     except NotCovered:
         return None
     kept = kept._replace(statistics=statistics if needs.dgrad else None)
@@ -387,7 +387,7 @@ def _resolve_backward(
     layout: Layout,
     needs: Needs,
     cols: int,
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None],
+    dtypes: Dtypes,
     later: bool,
     setting: Setting,
     device: torch.device,
@@ -400,11 +400,11 @@ def _resolve_backward(
     What it saves, where wgrad is computed ``later``, is a :class:`LaterProduct` and where the weight's cast did not
     saturate; their slots are among what it leaves, followed by what the forward kept.
     """
-    b = _builder(device, setting, names, told, pasts)
+    b = _builder(plan, device, setting, names, told, pasts)
     grad_output, kept = b.input(0), replaced(layout.slots, _reader(b, 1))
     out = b.input(names.index("main_grad")) if "main_grad" in names else None
     try:
-        gradients = backward(b, plan, grad_output, kept, needs, cols, dtypes, later, out)
+        gradients = backward(b, grad_output, kept, needs, cols, dtypes, later, out)
     except NotCovered:
         return None
     results = [gradient for gradient in gradients if isinstance(gradient, Matrix)]
@@ -418,10 +418,10 @@ def _resolve_accumulate(
     plan: LinearPlan, layout: Layout, cols: int, device: torch.device, told: Told
 ) -> Direction | None:
     """The launch that adds wgrad to its first input."""
-    b = Fused(device, told, False, 0, {})
+    b = Fused(plan, device, told, False, 0, {})
     product, within = replaced(layout.slots, _reader(b, 1))
     try:
-        accumulate(b, plan, product, within, cols, b.input(0))
+        accumulate(b, product, within, cols, b.input(0))
     except NotCovered:
         return None
     return _direction(b, [], ())

@@ -33,8 +33,8 @@ class Eager:
         shards: this rank's parts of the matrices, where several ranks share them; else None.
     """
 
-    def __init__(self, device: torch.device, shards: Shards | None = None) -> None:
-        self.device, self.shards = device, shards
+    def __init__(self, plan: LinearPlan, device: torch.device, shards: Shards | None = None) -> None:
+        self.plan, self.device, self.shards = plan, device, shards
 
     dense = staticmethod(Operand.dense)
 
@@ -94,7 +94,7 @@ class Eager:
     def decode(self, operand: Operand, dtype: torch.dtype, backend: str) -> Tensor:
         return operand.dequantize(dtype, backend)
 
-    def within(self, plan: LinearPlan, tensor: Tensor, operand: Operand) -> Tensor:
+    def within(self, tensor: Tensor, operand: Operand) -> Tensor:
         """Bits that mark the elements of ``tensor`` that its cast to codes did not saturate.
 
         Raises:
@@ -103,11 +103,10 @@ class Eager:
         if type(tensor) not in PLAIN and not is_fake(tensor):
             kind = type(tensor).__name__
             raise NotImplementedError(f"clipped_gradient=True needs plain tensors that were cast, got a {kind}")
-        return ops.within_range(tensor, operand, plan.backend)
+        return ops.within_range(tensor, operand, self.plan.backend)
 
     def product(
         self,
-        plan: LinearPlan,
         name: GemmName,
         left: Operand,
         right: Operand,
@@ -122,14 +121,13 @@ class Eager:
             out_dtype=dtype,
             bias=bias,
             out=out,
-            backend=plan.backend,
-            fast_accumulation=name in plan.fast_accumulation,
-            accumulation=plan.accumulation,
+            backend=self.plan.backend,
+            fast_accumulation=name in self.plan.fast_accumulation,
+            accumulation=self.plan.accumulation,
         )
 
     def undo(
         self,
-        plan: LinearPlan,
         values: Tensor,
         within: Tensor | None,
         rotated: str,
@@ -147,15 +145,15 @@ class Eager:
         Source: arXiv 2505.14669; IST-DASLab Quartet 00ccd38, ``quantizers/mxfp4.py``, ``QuestMXFP4QuantizerFn``.
         """
         wanted = dtype if out is None else torch.float32
-        gradient = ops.clip_and_rotate_back(values, within, rotated, cols, wanted, plan.backend)
+        gradient = ops.clip_and_rotate_back(values, within, rotated, cols, wanted, self.plan.backend)
         return gradient if out is None else out.add_(gradient)
 
-    def column_sum(self, plan: LinearPlan, grad_output: Tensor, dtype: torch.dtype) -> Tensor:
+    def column_sum(self, grad_output: Tensor, dtype: torch.dtype) -> Tensor:
         """``sum of dy over its rows``, in FP32 and in the order of :func:`fp4engine.reference.column_sums`.
 
         A gradient that is not quantized, or is in FP64, is summed in PyTorch's order, FP64 in FP64.
         """
-        if not plan.sums_in_order or grad_output.dtype == torch.float64:
+        if not self.plan.sums_in_order or grad_output.dtype == torch.float64:
             accumulation = torch.float64 if grad_output.dtype == torch.float64 else torch.float32
             return grad_output.sum(0, dtype=accumulation).to(dtype)
-        return ops.column_sums(grad_output, backend=plan.backend)[0].to(dtype)
+        return ops.column_sums(grad_output, backend=self.plan.backend)[0].to(dtype)

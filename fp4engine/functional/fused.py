@@ -45,6 +45,7 @@ class Fused:
     """Verbs on the places of tensors in a launch.
 
     Args:
+        plan: of the layer.
         told: metadata of the launch's inputs; None for one that is not there.
         replays: whether draws have to be values.
         rank_bits: of the rank whose random bits are drawn, in a stream id.
@@ -61,13 +62,15 @@ class Fused:
 
     def __init__(
         self,
+        plan: LinearPlan,
         device: torch.device,
         told: Sequence[TensorMeta | None],
         replays: bool,
         rank_bits: int,
         places: dict[TensorType, tuple[int, int]],
     ) -> None:
-        self.device, self.builder, self._eager = device, LaunchBuilder(device, len(told)), Eager(device)
+        self.plan, self.device, self._eager = plan, device, Eager(plan, device)
+        self.builder = LaunchBuilder(device, len(told))
         self._told, self.replays, self._rank_bits, self._places = told, replays, rank_bits, places
         self.state: Place | None = None
         self.given: dict[TensorType, Given] = {}
@@ -222,7 +225,7 @@ class Fused:
         width = cols if spec.rotation is None else spec.padded_cols(cols)
         return add_block_decode(self.builder, data, scale_inv.place, amax.place, spec, width, dtype)
 
-    def within(self, plan: LinearPlan, tensor: Matrix, operand: Placed) -> Matrix:
+    def within(self, tensor: Matrix, operand: Placed) -> Matrix:
         from fp4engine.kernels.through_cast import add_within, supports
 
         spec, *_, scale_inv, amax = operand
@@ -233,7 +236,6 @@ class Fused:
 
     def product(
         self,
-        plan: LinearPlan,
         name: GemmName,
         left: Placed,
         right: Placed,
@@ -243,7 +245,7 @@ class Fused:
     ) -> Matrix:
         from fp4engine.kernels.gemm import add_gemm
 
-        m, n, keys = left.rows, right.rows, (left.key, right.key)
+        plan, m, n, keys = self.plan, left.rows, right.rows, (left.key, right.key)
         auto, are_codes = plan.backend in ("auto", "native"), left.scale_inv is not None and right.scale_inv is not None
         by_fp8 = auto and all(keys) and gemm_fp8.supports(*keys, self.device)[0]
         is_small = by_fp8 and gemm_fp8.is_small(m, n, left.cols, plan.backend, self.device)
@@ -257,7 +259,7 @@ class Fused:
         if by_host:
 
             def multiply(left: Operand, right: Operand, bias: Tensor | None, out: Tensor | None) -> Tensor:
-                return self._eager.product(plan, name, left, right, dtype, bias, out)
+                return self._eager.product(name, left, right, dtype, bias, out)
 
             if out is None:
                 return self._on_host(multiply, (left, right, bias, None), (m, n), dtype)
@@ -308,7 +310,6 @@ class Fused:
 
     def undo(
         self,
-        plan: LinearPlan,
         values: Matrix,
         within: Matrix | None,
         rotated: str,
@@ -328,12 +329,12 @@ class Fused:
         self._on_host(Tensor.add_, (out, gradient))
         return None
 
-    def column_sum(self, plan: LinearPlan, grad_output: Matrix, dtype: torch.dtype) -> Matrix:
+    def column_sum(self, grad_output: Matrix, dtype: torch.dtype) -> Matrix:
         from fp4engine.kernels.column_sums import add_column_sums
 
         cols = grad_output.shape[1]
-        if not plan.sums_in_order or grad_output.meta.strides[1] != 1 or dtype not in FLOATS:
-            summed = partial(self._eager.column_sum, plan, dtype=dtype)
+        if not self.plan.sums_in_order or grad_output.meta.strides[1] != 1 or dtype not in FLOATS:
+            summed = partial(self._eager.column_sum, dtype=dtype)
             return self._on_host(summed, (grad_output,), (cols,), dtype)
         out = self.builder.buffer((cols,), dtype)
         add_column_sums(self.builder, grad_output, out)

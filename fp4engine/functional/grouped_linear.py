@@ -103,21 +103,19 @@ class GroupedEager(Eager):
     """Verbs on the rows of all experts at once.
 
     Args:
-        offsets: of :func:`fp4engine.ops.expert_offsets`.
-        groups: G.
+        offsets: int64 [G + 2], of :func:`fp4engine.ops.expert_offsets`.
     """
 
-    def __init__(self, device: torch.device, offsets: Tensor, groups: int) -> None:
-        super().__init__(device)
-        self.offsets, self.groups = offsets, groups
+    def __init__(self, plan: LinearPlan, offsets: Tensor) -> None:
+        super().__init__(plan, offsets.device)
+        self.offsets = offsets
 
     def draw(self, direction: ops.Direction, after: Tensor | None = None) -> Tensor:
-        return ops.next_draw(self.device, self.groups, direction=direction, after=after)
+        return ops.next_draw(self.device, self.offsets.shape[0] - 2, direction=direction, after=after)
 
     def cast(self, requests: Sequence[Request]) -> list[Operands]:
-        made: list[Operands] = []
-        for _, quantizer, tensor, rowwise, columnwise, rng, (row_codes, col_codes) in requests:
-            operands = ops.grouped_quantize(
+        return [
+            ops.grouped_quantize(
                 tensor,
                 self.offsets,
                 quantizer.rowwise_spec if rowwise else None,
@@ -127,12 +125,11 @@ class GroupedEager(Eager):
                 rng=rng,
                 stream=quantizer.stream if rng is None else quantizer.stream | ops.rank_bits(),
             )
-            made.append(operands)
-        return made
+            for _, quantizer, tensor, rowwise, columnwise, rng, (row_codes, col_codes) in requests
+        ]
 
     def product(
         self,
-        plan: LinearPlan,
         name: GemmName,
         left: Operand,
         right: Operand,
@@ -144,7 +141,7 @@ class GroupedEager(Eager):
             return ops.grouped_wgrad(left, right, self.offsets, out_dtype=dtype)
         return ops.grouped_gemm(left, right, self.offsets, out_dtype=dtype, bias=bias)
 
-    def column_sum(self, plan: LinearPlan, grad_output: Tensor, dtype: torch.dtype) -> Tensor:
+    def column_sum(self, grad_output: Tensor, dtype: torch.dtype) -> Tensor:
         return ops.column_sums(grad_output, self.offsets).to(dtype)
 
 
@@ -164,15 +161,16 @@ def grouped_linear(inp: Tensor, counts: Tensor, experts: Sequence[Expert]) -> Te
         ValueError: the last dimension of ``inp`` is not K, or :func:`require_bias` refuses a bias.
     """
     require_features(inp, experts[0].weight)
-    needs_dgrad = needs_wgrad = False
+    needs = Needs(False, False)
     if torch.is_grad_enabled():
-        needs_dgrad, needs_wgrad = inp.requires_grad, any(expert.weight.requires_grad for expert in experts)
+        needs = Needs(inp.requires_grad, any(expert.weight.requires_grad for expert in experts))
     calls: list[Call] = []
     weights: list[Tensor] = []
     for index, (weight, bias, plan, executed, _, cache, main_grad) in enumerate(experts):
         if bias is not None:
             require_bias(bias, weight, f"bias{index}")
-        calls.append(Call(plan, executed, None, cache, main_grad, needs_dgrad, needs_wgrad, None, inp.dtype))
+        dtypes = inp.dtype, weight.dtype, None if bias is None else bias.dtype
+        calls.append(Call(plan, executed, None, cache, main_grad, needs, None, weight.shape[1], dtypes))
         weights.append(weight)
     biases = [expert.bias for expert in experts if expert.bias is not None]
     return GroupedLinearFunction.apply(inp, counts, calls, *weights, *biases)
@@ -184,16 +182,14 @@ class GroupedLinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inp: Tensor, counts: Tensor, calls: list[Call], *parameters: Tensor) -> Tensor:
         call, weights, biases = calls[0], parameters[: len(calls)], parameters[len(calls) :]
-        matrix, (outs, cols) = as_matrix(inp, "the input"), weights[0].shape
+        matrix, outs = as_matrix(inp, "the input"), weights[0].shape[0]
         offsets = ops.expert_offsets(counts, matrix.shape[0])
-        b, needs = GroupedEager(inp.device, offsets, len(calls)), Needs(call.needs_dgrad, call.needs_wgrad)
-        bias = torch.stack(biases) if biases else None
-        output, kept = program.forward(b, call.plan, matrix, _stacked(weights, calls), bias, needs, inp.dtype)
+        b, bias = GroupedEager(call.plan, offsets), torch.stack(biases) if biases else None
+        output, kept = program.forward(b, matrix, _stacked(weights, calls), bias, call.needs, inp.dtype)
         tensors, ctx.slots = saved((offsets, kept))
         ctx.save_for_backward(*tensors)
-        ctx.calls, ctx.inp_shape, ctx.cols = calls, inp.shape, cols
-        ctx.dtypes = [parameter.dtype for parameter in parameters]
-        _record(calls, matrix.shape[0] * outs * cols, "fprop")
+        ctx.calls, ctx.inp_shape = calls, inp.shape
+        _record(calls, matrix.shape[0] * outs * call.cols, "fprop")
         if len(inp.shape) != 2:  # as in :func:`fp4engine.functional.linear`
             output = torch.ops.aten._unsafe_view(output, (*inp.shape[:-1], outs))
         return output
@@ -205,15 +201,12 @@ class GroupedLinearFunction(torch.autograd.Function):
         call, groups, is_needed = calls[0], len(calls), ctx.needs_input_grad[3:]
         offsets, kept = restored(ctx.slots, ctx.saved_tensors)
         matrix = as_matrix(grad_outputs[0])
-        b, needs = GroupedEager(matrix.device, offsets, groups), Needs(call.needs_dgrad, call.needs_wgrad)
-        later = any(own.main_grad is not None for own in calls)
-        dtypes = call.dtype, ctx.dtypes[0], ctx.dtypes[-1]
-        needs = needs._replace(bgrad=any(is_needed[groups:]))
-        grad_input, grad_weight, grad_bias = program.backward(
-            b, call.plan, matrix, kept, needs, ctx.cols, dtypes, later and needs.wgrad
-        )
+        needs = Needs(call.needs.dgrad, call.needs.wgrad, any(is_needed[groups:]))
+        later = needs.wgrad and any(own.main_grad is not None for own in calls)
+        made = program.backward(GroupedEager(call.plan, offsets), matrix, kept, needs, call.cols, call.dtypes, later)
+        grad_input, grad_weight, grad_bias = made
         names: tuple[GemmName, ...] = ("dgrad", "wgrad")
-        _record(calls, matrix.shape[0] * matrix.shape[1] * ctx.cols, *names[not needs.dgrad : 1 + needs.wgrad])
+        _record(calls, matrix.shape[0] * matrix.shape[1] * call.cols, *names[not needs.dgrad : 1 + needs.wgrad])
         grads: list[Tensor | None] = [None] * len(is_needed)
         if isinstance(grad_weight, LaterProduct):
             for expert, own in enumerate(call.main_grad for call in calls):
@@ -236,12 +229,12 @@ class GroupedLinearFunction(torch.autograd.Function):
 
 def _stacked(weights: Sequence[Tensor], calls: Sequence[Call]) -> CastWeight:
     """The experts' weights, cast and stacked."""
-    plan, needs = calls[0].plan, Needs(calls[0].needs_dgrad, calls[0].needs_wgrad)
+    plan, needs = calls[0].plan, calls[0].needs
     rowwise: list[Operand] = []
     kept: list[Operand] = []
     for weight, call in zip(weights, calls, strict=True):
-        b, cast = Eager(weight.device), call.cast_weight(weight)
-        row, col = cast_weight(b, plan, as_matrix(weight), needs) if cast is None else cast[:2]
+        b, cast = Eager(plan, weight.device), call.cast_weight(weight)
+        row, col = cast_weight(b, as_matrix(weight), needs) if cast is None else cast[:2]
         if cast is not None and cast.seal is not None:
             b.compare(weight, cast.seal)
         rowwise.append(b.recall(plan.weight, row, False))

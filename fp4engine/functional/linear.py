@@ -4,8 +4,7 @@ Legend: M tokens, K in_features, N out_features.
 """
 
 from collections.abc import Callable
-from functools import cache, partial
-from types import ModuleType
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,13 +60,14 @@ def linear(
     require_features(inp, weight)
     if bias is not None:
         require_bias(bias, weight)
-    needs_dgrad = needs_wgrad = False
+    needs = Needs(False, False)
     # The first run of a reentrant checkpoint has no gradients, but has to take the draws that the second run repeats.
     if torch.is_grad_enabled() or (plan.draws_in_forward and ops.is_replaying()):
         needs_dgrad = x.requires_grad or any(t is not None and t.requires_grad for t in parameters)
-        needs_wgrad = weight.requires_grad
+        needs = Needs(needs_dgrad, weight.requires_grad)
     executed = ExecutedGemms() if executed is None else executed
-    call = Call(plan, executed, shards, weight_cache, main_grad, needs_dgrad, needs_wgrad, function, dtype)
+    dtypes = dtype, weight.dtype, None if bias is None else bias.dtype
+    call = Call(plan, executed, shards, weight_cache, main_grad, needs, function, weight.shape[1], dtypes)
     if wholes is not None:
         return PartFunction.apply(x, weight, bias, call, wholes)
     return LinearFunction.apply(x, weight, bias, call, *parameters)
@@ -113,13 +113,12 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, *parameters: Any) -> Tensor:
         rows, cols = weight.shape
-        ctx.call, ctx.inp_shape, ctx.cols = call, x.shape, cols
-        ctx.dtypes = call.dtype, weight.dtype, None if bias is None else bias.dtype
+        ctx.call, ctx.inp_shape = call, x.shape
         matrix, added = as_matrix(x, "the input"), bias if call.adds_bias else None
         output, kept, ctx.layout = _forward(call, matrix, weight, added, parameters)
         call.record(2 * output.shape[0] * rows * cols, "fprop")
         ctx.count = len(kept)
-        if call.function is not None and call.needs_dgrad:
+        if call.function is not None and call.needs.dgrad:
             kept = [*kept, x, *parameters]
         ctx.save_for_backward(*kept)
         if x.ndim != 2:  # not a view, since autograd forbids in-place changes of a view that a Function returns
@@ -130,7 +129,7 @@ class LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
         call: Call = ctx.call
-        needs = Needs(call.needs_dgrad, call.needs_wgrad, ctx.needs_input_grad[2])
+        needs = Needs(call.needs.dgrad, call.needs.wgrad, ctx.needs_input_grad[2])
         grad_output, main_grad = as_matrix(grad_outputs[0]), call.main_grad if needs.wgrad else None
         if main_grad is not None and not main_grad.is_asked_for(ctx, 1):
             main_grad, needs = None, needs._replace(wgrad=False)
@@ -140,9 +139,8 @@ class LinearFunction(torch.autograd.Function):
         kept, rest = tensors[: ctx.count], tensors[ctx.count :]
         if main_grad is not None and main_grad.later is None:
             main_grad.begin()
-        made = _backward(call, ctx.layout, grad_output, kept, needs, ctx.cols, ctx.dtypes)
-        grad_input, grad_weight, grad_bias = made
-        flops = 2 * grad_output.shape[0] * grad_output.shape[1] * ctx.cols
+        grad_input, grad_weight, grad_bias = _backward(call, ctx.layout, grad_output, kept, needs)
+        flops = 2 * grad_output.shape[0] * grad_output.shape[1] * call.cols
         if main_grad is not None and main_grad.later is None:
             main_grad.end()
         elif main_grad is not None:
@@ -164,44 +162,37 @@ def _forward(
     call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, parameters: tuple[Any, ...]
 ) -> tuple[Tensor, list[Tensor], Layout | ByOperator]:
     """The output [M, N], what is saved for backward, and its layout."""
-    plan = call.plan
     if torch.compiler.is_dynamo_compiling() and operators.take(call, weight):
         return operators.run_forward(call, x, weight, bias)
     given = call.cast_weight(weight)
-    if fuses(plan, x.device):
-        made = _directions().run_forward(call, x, weight, bias, given, parameters)
+    if fuses(call.plan, x.device):
+        made = operators.directions().run_forward(call, x, weight, bias, given, parameters)
         if made is not None:
             return made
     inp, statistics = x, None
     if call.function is not None:
-        inp, statistics = call.function.source(x, call.dtype, *parameters)
-    needs = Needs(call.needs_dgrad, call.needs_wgrad)
-    y, kept = program.forward(call.eager(x.device), plan, inp, given or as_matrix(weight), bias, needs, call.dtype)
-    tensors, slots = saved(kept._replace(statistics=statistics if needs.dgrad else None))
+        inp, statistics = call.function.source(x, call.dtypes[0], *parameters)
+    b = call.eager(x.device)
+    y, kept = program.forward(b, inp, given or as_matrix(weight), bias, call.needs, call.dtypes[0])
+    tensors, slots = saved(kept._replace(statistics=statistics if call.needs.dgrad else None))
     return y, tensors, Layout(slots)
 
 
 def _backward(
-    call: Call,
-    layout: Layout | ByOperator,
-    grad_output: Tensor,
-    kept: tuple[Tensor, ...],
-    needs: Needs,
-    cols: int,
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None],
+    call: Call, layout: Layout | ByOperator, grad_output: Tensor, kept: tuple[Tensor, ...], needs: Needs
 ) -> tuple[Tensor | None, Any, Tensor | None]:
     """Gradients of input, weight and bias; see :func:`fp4engine.functional.directions.run_backward`."""
-    plan, device = call.plan, grad_output.device
     if isinstance(layout, ByOperator):
-        return operators.run_backward(call, layout, grad_output, kept, needs, cols, dtypes)
-    if fuses(plan, device):
-        made = _directions().run_backward(call, layout, grad_output, kept, needs, cols, dtypes)
+        return operators.run_backward(call, layout, grad_output, kept, needs)
+    if fuses(call.plan, grad_output.device):
+        made = operators.directions().run_backward(call, layout, grad_output, kept, needs)
         if made is not None:
             return made
-    b, record, later, out = call.eager(device), restored(layout.slots, kept), call.wgrad_is_later, call.wgrad_out
-    grad_input, grad_weight, grad_bias = program.backward(b, plan, grad_output, record, needs, cols, dtypes, later, out)
+    b, record, later = call.eager(grad_output.device), restored(layout.slots, kept), call.wgrad_is_later
+    made = program.backward(b, grad_output, record, needs, call.cols, call.dtypes, later, call.wgrad_out)
+    grad_input, grad_weight, grad_bias = made
     if later and needs.wgrad:
-        grad_weight = partial(program.accumulate, b, plan, grad_weight, record.weight_within, cols)
+        grad_weight = partial(program.accumulate, b, grad_weight, record.weight_within, call.cols)
     return grad_input, grad_weight, grad_bias
 
 
@@ -214,14 +205,6 @@ def _counted(call: Call, flops: int, add: Callable[[Tensor], None], buffer: Tens
     """Add wgrad to ``buffer``, and count it."""
     add(buffer)
     call.record(flops, "wgrad")
-
-
-@cache
-def _directions() -> ModuleType:
-    """:mod:`fp4engine.functional.directions`, imported where kernels run: it brings Triton."""
-    from fp4engine.functional import directions
-
-    return directions
 
 
 class PartFunction(torch.autograd.Function):

@@ -84,28 +84,22 @@ def run_forward(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> t
         given,
         token,
         call.plan.key,
-        call.needs_dgrad,
-        call.needs_wgrad,
+        call.needs.dgrad,
+        call.needs.wgrad,
         weight.shape[0],
         weight.dtype,
         0 if tiles is None else tiles.parts,
         groups_of_input,
         groups_of_weight,
     )
-    tensors = [kept] if call.needs_wgrad or (call.needs_dgrad and tiles is None) else []
-    if tiles is not None and call.needs_dgrad:
+    tensors = [kept] if call.needs.wgrad or (call.needs.dgrad and tiles is None) else []
+    if tiles is not None and call.needs.dgrad:
         tensors.append(tiles.packed)
     return y, tensors, ByOperator(0 if tiles is None else tiles.parts)
 
 
 def run_backward(
-    call: Call,
-    layout: ByOperator,
-    grad_output: Tensor,
-    kept: Sequence[Tensor],
-    needs: Needs,
-    cols: int,
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None],
+    call: Call, layout: ByOperator, grad_output: Tensor, kept: Sequence[Tensor], needs: Needs
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of input, weight and bias; the bias has an operator of its own."""
     plan, shards, device = call.plan, call.shards, grad_output.device
@@ -123,17 +117,17 @@ def run_backward(
             plan.key,
             needs.dgrad,
             needs.wgrad,
-            cols,
-            dtypes[0],
-            dtypes[1],
+            call.cols,
+            call.dtypes[0],
+            call.dtypes[1],
             layout.parts,
             groups,
             rank,
             place,
         )
     if needs.bgrad:
-        assert dtypes[2] is not None
-        grad_bias = Eager(device).column_sum(plan, grad_output, dtypes[2])
+        assert call.dtypes[2] is not None
+        grad_bias = call.eager(device).column_sum(grad_output, call.dtypes[2])
     return grad_input if needs.dgrad else None, grad_weight if needs.wgrad else None, grad_bias
 
 
@@ -174,7 +168,7 @@ def _linear_forward(
         plan: a key of :func:`fp4engine.functional.plan.plan_of`.
         outs, weight_dtype: N, and the dtype of the weight.
     """
-    own, (rows, cols), cast = plan_of(plan), x.shape, None
+    own, needs, (rows, cols), cast = plan_of(plan), Needs(needs_dgrad, needs_wgrad), x.shape, None
     if parts:
         spec = own.weight.rowwise_spec
         assert spec is not None
@@ -183,18 +177,18 @@ def _linear_forward(
     shards = None
     if groups_of_input or groups_of_weight or given is not None:
         shards = Shards(_shard(groups_of_input), _shard(groups_of_weight), weight_amaxes=given)
-    layout = _layout(own, rows, outs, cols, needs_dgrad, needs_wgrad, parts)
+    layout, size = _layout(own, rows, outs, cols, needs, parts)
     if capability.triton_runs_on(x.device)[0] and own.is_fused:
-        call = _call(own, shards, needs_dgrad, needs_wgrad, x.dtype)
-        made = _directions().run_forward(call, x, weight, bias, cast, ())
+        dtypes = x.dtype, weight_dtype, None if bias is None else bias.dtype
+        call = Call(own, _NOBODY, shards, None, None, needs, None, cols, dtypes)
+        made = directions().run_forward(call, x, weight, bias, cast, ())
         if made is not None:
             y, kept, found = made
-            if _is_same(found, layout):
-                return y, kept[0] if needs_wgrad or (needs_dgrad and not parts) else _nothing(x)
-            return y, _joined(restored(found.slots, kept), layout, x)
-    needs = Needs(needs_dgrad, needs_wgrad)
-    y, record = forward(Eager(x.device, shards), own, x, cast or weight, bias, needs, x.dtype)
-    return y.contiguous(), _joined(record, layout, x)
+            if not _is_same(found, layout):
+                return y, _joined(restored(found.slots, kept), layout, x, size)
+            return y, kept[0] if size else x.new_empty(0, dtype=torch.uint8)
+    y, record = forward(Eager(own, x.device, shards), x, cast or weight, bias, needs, x.dtype)
+    return y.contiguous(), _joined(record, layout, x, size)
 
 
 def _linear_backward(
@@ -227,15 +221,14 @@ def _linear_backward(
     if groups or rank is not None or place is not None:
         shards = Shards(grad_output=_shard(groups, place), rank=rank)
     needs, dtypes = Needs(needs_dgrad, needs_wgrad), (dtype, weight_dtype, None)
-    layout = _layout(own, rows, outs, cols, needs_dgrad, needs_wgrad, parts)
+    layout, _ = _layout(own, rows, outs, cols, needs, parts)
     gradients = None
     if capability.triton_runs_on(grad_output.device)[0] and own.is_fused:
-        call = _call(own, shards, needs_dgrad, needs_wgrad, dtype)
-        run = _directions().run_backward
-        gradients = run(call, layout, grad_output, kept, needs, cols, dtypes, state)
+        call = Call(own, _NOBODY, shards, None, None, needs, None, cols, dtypes)
+        gradients = directions().run_backward(call, layout, grad_output, kept, needs, state)
     if gradients is None:
-        b = _Drawing(grad_output.device, shards, state)
-        gradients = backward(b, own, grad_output, restored(layout.slots, kept), needs, cols, dtypes)
+        b = _Drawing(own, grad_output.device, shards, state)
+        gradients = backward(b, grad_output, restored(layout.slots, kept), needs, cols, dtypes)
     grad_input, grad_weight, _ = gradients
     absent = grad_output.new_empty(0)
     return grad_input.contiguous() if needs_dgrad else absent, grad_weight.contiguous() if needs_wgrad else absent
@@ -244,8 +237,8 @@ def _linear_backward(
 class _Drawing(Eager):
     """Draws from the state that an operator is given."""
 
-    def __init__(self, device: torch.device, shards: Shards | None, state: Tensor | None) -> None:
-        super().__init__(device, shards)
+    def __init__(self, plan: LinearPlan, device: torch.device, shards: Shards | None, state: Tensor | None) -> None:
+        super().__init__(plan, device, shards)
         self.state = state
 
     def draw(self, direction: ops.Direction, after: Tensor | None = None) -> Tensor:
@@ -253,52 +246,36 @@ class _Drawing(Eager):
         return draw_from(self.state)
 
 
-def _call(plan: LinearPlan, shards: Shards | None, needs_dgrad: bool, needs_wgrad: bool, dtype: torch.dtype) -> Call:
-    return Call(plan, _NOBODY, shards, None, None, needs_dgrad, needs_wgrad, None, dtype)
-
-
 _NOBODY = ExecutedGemms()
 """Nobody counts products of compiled code."""
 
 
-def _kept_outputs(
-    plan: LinearPlan, rows: int, outs: int, cols: int, needs_dgrad: bool, needs_wgrad: bool, parts: int
-) -> list[Output]:
-    """What the forward operator keeps, in its order: codes, block scales and amax of each operand."""
-    operands: list[tuple[CastSpec | None, int, int]] = []
-    if needs_wgrad:
-        operands.append((plan.input.columnwise_spec, cols, rows))
-    if needs_dgrad and not parts:
-        operands.append((plan.weight.columnwise_spec, cols, outs))
+def _layout_of(plan: LinearPlan, rows: int, outs: int, cols: int, needs: Needs, parts: int) -> tuple[Layout, int]:
+    """The layout of what the forward operator keeps in one tensor, whose bytes it tells, and of the tiles behind it.
+
+    Of each operand that is codes, block scales and amax.
+    """
+    kept: list[tuple[CastSpec | None, int, int]] = []
+    if needs.wgrad:
+        kept.append((plan.input.columnwise_spec, cols, rows))
+    if needs.dgrad and not parts:
+        kept.append((plan.weight.columnwise_spec, cols, outs))
     outputs: list[Output] = []
-    for spec, height, width in operands:
+    for spec, height, width in kept:
         assert spec is not None
         outputs += [*codes_outputs(spec, height, width), Output(amax_shape(spec, height, width), torch.float32)]
-    return outputs
-
-
-def _sizes(outputs: Sequence[Output]) -> list[int]:
-    return [math.prod(shape) * dtype.itemsize for shape, dtype in outputs]
-
-
-@lru_cache(maxsize=MOST_QUESTIONS)
-def _layout(
-    plan: LinearPlan, rows: int, outs: int, cols: int, needs_dgrad: bool, needs_wgrad: bool, parts: int
-) -> Layout:
-    """The layout of :func:`_kept_outputs` in one tensor, and of the weight's tiles behind it."""
-    outputs = _kept_outputs(plan, rows, outs, cols, needs_dgrad, needs_wgrad, parts)
-    starts, _ = offsets(_sizes(outputs))
+    starts, size = offsets([math.prod(shape) * dtype.itemsize for shape, dtype in outputs])
     slots = iter([Slot(0, start, *output) for start, output in zip(starts, outputs, strict=True)])
-    inp = weight = None
     operand: Any = Operand
     tiled: Any = TiledOperand
-    if needs_wgrad:
-        inp = operand(plan.input.columnwise_spec, cols, rows, *islice(slots, 3))
-    if needs_dgrad and parts:
-        weight = tiled(plan.weight.rowwise_spec, outs, cols, parts, Slot(int(needs_wgrad)))
-    elif needs_dgrad:
-        weight = operand(plan.weight.columnwise_spec, cols, outs, *islice(slots, 3))
-    return Layout(Kept(inp, weight))
+    operands = [operand(*made, *islice(slots, 3)) for made in kept]
+    inp = operands.pop(0) if needs.wgrad else None
+    if needs.dgrad and parts:
+        operands.append(tiled(plan.weight.rowwise_spec, outs, cols, parts, Slot(int(needs.wgrad))))
+    return Layout(Kept(inp, *operands)), size
+
+
+_layout = lru_cache(maxsize=MOST_QUESTIONS)(_layout_of)
 
 
 @lru_cache(maxsize=MOST_QUESTIONS)
@@ -306,22 +283,18 @@ def _is_same(found: Layout, wanted: Layout) -> bool:
     return found.slots == wanted.slots
 
 
-def _joined(record: Kept, layout: Layout, like: Tensor) -> Tensor:
-    """The tensors of a record in one, as ``layout`` has them."""
-    parts = [(slot, tensor) for slot, tensor in zip(leaves(layout.slots), leaves(record), strict=True) if slot.shape]
-    size = max((slot.start + slot.nbytes for slot, _ in parts), default=0)
+def _joined(record: Kept, layout: Layout, like: Tensor, size: int) -> Tensor:
+    """The tensors of a record in one of ``size`` bytes, as ``layout`` has them."""
     joined = like.new_empty(size, dtype=torch.uint8)
-    for slot, tensor in parts:
-        restored(slot._replace(tensor=0), [joined]).copy_(tensor)
+    for slot, tensor in zip(leaves(layout.slots), leaves(record), strict=True):
+        if slot.shape:  # all but tiles, which are saved by themselves
+            restored(slot, [joined]).copy_(tensor)
     return joined
 
 
-def _nothing(like: Tensor) -> Tensor:
-    return like.new_empty(0, dtype=torch.uint8)
-
-
 @cache
-def _directions() -> ModuleType:
+def directions() -> ModuleType:
+    """:mod:`fp4engine.functional.directions`, imported where kernels run: it brings Triton."""
     from fp4engine.functional import directions
 
     return directions
@@ -331,8 +304,10 @@ def _linear_forward_outputs(
     x: Tensor, plan: str, needs_dgrad: bool, needs_wgrad: bool, outs: int, parts: int
 ) -> list[Output]:
     rows, cols = x.shape
-    kept = _kept_outputs(plan_of(plan), rows, outs, cols, needs_dgrad, needs_wgrad, parts)
-    return [Output((rows, outs), x.dtype), Output((offsets(_sizes(kept))[1],), torch.uint8)]
+    _, size = _layout_of(
+        plan_of(plan), rows, outs, cols, Needs(needs_dgrad, needs_wgrad), parts
+    )  # sizes may be symbols
+    return [Output((rows, outs), x.dtype), Output((size,), torch.uint8)]
 
 
 def _linear_backward_outputs(

@@ -6,7 +6,7 @@
 
 The program speaks to a builder ``b`` with a handful of verbs. :class:`fp4engine.functional.eager.Eager` does at once
 what a verb says; :class:`fp4engine.functional.fused.Fused` collects kernels, which one launch starts in a row. So a
-tensor of the program is a tensor, or the place of one in a launch.
+tensor of the program is a tensor, or the place of one in a launch. Both have the layer's plan, ``b.plan``.
 
     draw         the next draw of the random stream
     cast         operands of tensors, of which ranks may share the outer amaxes
@@ -29,6 +29,9 @@ import torch
 from fp4engine.functional.plan import LinearPlan
 from fp4engine.quantizers import Quantizer
 from fp4engine.roles import GemmName, TensorType
+
+Dtypes = tuple[torch.dtype, torch.dtype, torch.dtype | None]
+"""Of input, weight and bias."""
 
 
 class Needs(NamedTuple):
@@ -98,48 +101,46 @@ class LaterProduct(NamedTuple):
     right: Any
 
 
-def forward(
-    b: Any, plan: LinearPlan, x: Any, weight: Any, bias: Any, needs: Needs, dtype: torch.dtype
-) -> tuple[Any, Kept]:
+def forward(b: Any, x: Any, weight: Any, bias: Any, needs: Needs, dtype: torch.dtype) -> tuple[Any, Kept]:
     """``y = x . w^T + bias`` in ``dtype``, and what backward needs.
 
     Args:
         weight: a matrix [N, K], or a :class:`CastWeight`.
     """
-    requests = [_request(b, plan, "input", x, needs.wgrad, needs.dgrad)]
+    plan: LinearPlan = b.plan
+    requests = [_request(b, "input", x, needs.wgrad, needs.dgrad)]
     if not isinstance(weight, CastWeight):
-        requests.append(_request(b, plan, "weight", weight, needs.dgrad, needs.wgrad))
+        requests.append(_request(b, "weight", weight, needs.dgrad, needs.wgrad))
     operands = b.cast(requests)
     inp, inp_t = operands[0]
-    inp_kept = _kept(b, plan, requests[0], inp, inp_t) if needs.wgrad else None
-    inp_within = b.within(plan, x, inp) if needs.dgrad and plan.clips(plan.input) else None
+    inp_kept = _kept(b, requests[0], inp, inp_t) if needs.wgrad else None
+    inp_within = b.within(x, inp) if needs.dgrad and plan.clips(plan.input) else None
     if isinstance(weight, CastWeight):
         if weight.seal is not None:
             b.compare(weight.values, weight.seal)
         rowwise, weight_kept, weight = b.recall(plan.weight, weight.rowwise, False), weight.kept, weight.values
     else:
         rowwise, weight_t = operands[1]
-        weight_kept = _kept(b, plan, requests[1], rowwise, weight_t) if needs.dgrad else None
-    weight_within = b.within(plan, weight, rowwise) if needs.wgrad and plan.clips(plan.weight) else None
-    y = b.product(plan, "fprop", inp, b.in_dtype(rowwise, dtype), dtype, bias)
+        weight_kept = _kept(b, requests[1], rowwise, weight_t) if needs.dgrad else None
+    weight_within = b.within(weight, rowwise) if needs.wgrad and plan.clips(plan.weight) else None
+    y = b.product("fprop", inp, b.in_dtype(rowwise, dtype), dtype, bias)
     return y, Kept(inp_kept, weight_kept, inp_within, weight_within)
 
 
-def cast_weight(b: Any, plan: LinearPlan, weight: Any, needs: Needs) -> tuple[Any, Any]:
+def cast_weight(b: Any, weight: Any, needs: Needs) -> tuple[Any, Any]:
     """The first two fields of a :class:`CastWeight`."""
-    request = _request(b, plan, "weight", weight, needs.dgrad, needs.wgrad)
+    request = _request(b, "weight", weight, needs.dgrad, needs.wgrad)
     ((rowwise, columnwise),) = b.cast([request])
-    return rowwise, _kept(b, plan, request, rowwise, columnwise) if needs.dgrad else None
+    return rowwise, _kept(b, request, rowwise, columnwise) if needs.dgrad else None
 
 
 def backward(
     b: Any,
-    plan: LinearPlan,
     grad_output: Any,
     kept: Kept,
     needs: Needs,
     cols: int,
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None],
+    dtypes: Dtypes,
     later: bool = False,
     out: Any = None,
 ) -> tuple[Any, Any, Any]:
@@ -151,6 +152,7 @@ def backward(
         later: whether wgrad is left to :func:`accumulate`; its :class:`LaterProduct` then takes the gradient's place.
         out: what wgrad is added to, in FP32 and with one rounding; the gradient is then None.
     """
+    plan: LinearPlan = b.plan
     grad_input = grad_weight = grad_bias = None
     if needs.dgrad or needs.wgrad:
         rng = b.draw("backward", grad_output) if plan.draws_in_backward else None
@@ -160,29 +162,29 @@ def backward(
             request = Request("grad_output", plan.grad_output, grad_output, needs.dgrad, needs.wgrad, rng)
             ((left, left_t),) = b.cast([request])
         if needs.dgrad:
-            weight = b.in_dtype(_recalled(b, plan, "weight", kept.weight, dtypes[0], rng), dtypes[0])
-            grad_input = _gradient(b, plan, "dgrad", left, weight, plan.weight, kept.inp_within, cols, dtypes[0])
+            weight = b.in_dtype(_recalled(b, "weight", kept.weight, dtypes[0], rng), dtypes[0])
+            grad_input = _gradient(b, "dgrad", left, weight, plan.weight, kept.inp_within, cols, dtypes[0])
         if needs.wgrad:
-            inp = _recalled(b, plan, "input", kept.inp, dtypes[0], rng)
+            inp = _recalled(b, "input", kept.inp, dtypes[0], rng)
             if later:
                 grad_weight = LaterProduct(left_t, inp)
             else:
-                within = kept.weight_within
                 dtype = dtypes[1] if out is None else out.dtype
-                gradient = _gradient(b, plan, "wgrad", left_t, inp, plan.input, within, cols, dtype, out)
+                gradient = _gradient(b, "wgrad", left_t, inp, plan.input, kept.weight_within, cols, dtype, out)
                 grad_weight = gradient if out is None else None
     if needs.bgrad:
-        grad_bias = b.column_sum(plan, grad_output, dtypes[2])
+        grad_bias = b.column_sum(grad_output, dtypes[2])
     return grad_input, grad_weight, grad_bias
 
 
-def accumulate(b: Any, plan: LinearPlan, product: LaterProduct, within: Any, cols: int, out: Any) -> None:
+def accumulate(b: Any, product: LaterProduct, within: Any, cols: int, out: Any) -> None:
     """Add wgrad to ``out`` [N, K] in FP32, with one rounding."""
-    _gradient(b, plan, "wgrad", product.left, product.right, plan.input, within, cols, out.dtype, out)
+    _gradient(b, "wgrad", product.left, product.right, b.plan.input, within, cols, out.dtype, out)
 
 
-def _request(b: Any, plan: LinearPlan, role: TensorType, tensor: Any, is_read_later: bool, clips: bool) -> Request:
+def _request(b: Any, role: TensorType, tensor: Any, is_read_later: bool, clips: bool) -> Request:
     """The cast of a tensor in a forward pass."""
+    plan: LinearPlan = b.plan
     quantizer: Quantizer = getattr(plan, role)
     columnwise = is_read_later and plan.backward_override is None and quantizer.columnwise_source == "original"
     rng = b.draw("forward") if plan.draws_in_forward and quantizer.takes_draw(columnwise=columnwise) else None
@@ -190,15 +192,16 @@ def _request(b: Any, plan: LinearPlan, role: TensorType, tensor: Any, is_read_la
     return Request(role, quantizer, tensor, True, columnwise, rng, (in_codes, True))
 
 
-def _kept(b: Any, plan: LinearPlan, request: Request, rowwise: Any, columnwise: Any) -> Any:
+def _kept(b: Any, request: Request, rowwise: Any, columnwise: Any) -> Any:
     """What backward reads of a tensor: one of three things that a recipe may ask for."""
-    if plan.keeps_original(request.quantizer):
+    if b.plan.keeps_original(request.quantizer):
         return b.dense(request.tensor)
-    return rowwise if plan.keeps_rowwise(request.quantizer) else columnwise
+    return rowwise if b.plan.keeps_rowwise(request.quantizer) else columnwise
 
 
-def _recalled(b: Any, plan: LinearPlan, role: TensorType, kept: Any, dtype: torch.dtype, rng: Any) -> Any:
+def _recalled(b: Any, role: TensorType, kept: Any, dtype: torch.dtype, rng: Any) -> Any:
     """The operand of a backward product, from what forward kept of a tensor."""
+    plan: LinearPlan = b.plan
     quantizer: Quantizer = getattr(plan, role)
     is_columnwise = plan.backward_override is None and quantizer.columnwise_source == "original"
     operand = b.recall(quantizer, kept, is_columnwise)
@@ -218,7 +221,6 @@ def _recalled(b: Any, plan: LinearPlan, role: TensorType, kept: Any, dtype: torc
 
 def _gradient(
     b: Any,
-    plan: LinearPlan,
     name: GemmName,
     left: Any,
     right: Any,
@@ -230,8 +232,8 @@ def _gradient(
 ) -> Any:
     """A product; clipped where the forward cast saturated, and rotated back if forward rotated what ``right`` is of."""
     spec = other.rowwise_spec
-    rotated = spec.key if spec is not None and spec.rotation is not None and plan.keeps_rowwise(other) else ""
+    rotated = spec.key if spec is not None and spec.rotation is not None and b.plan.keeps_rowwise(other) else ""
     if not rotated and within is None:
-        return b.product(plan, name, left, right, dtype, None, out)
-    values = b.product(plan, name, left, right, torch.float32)
-    return b.undo(plan, values, within, rotated, cols, dtype, out)
+        return b.product(name, left, right, dtype, None, out)
+    values = b.product(name, left, right, torch.float32)
+    return b.undo(values, within, rotated, cols, dtype, out)

@@ -75,7 +75,7 @@ class Seen:
         role: ``"input"``, ``"weight"`` or ``"grad_output"``.
         side: ``"rowwise"`` or ``"columnwise"``.
         source: the matrix [rows, cols] that was cast, contracted axis last.
-        quantizer: of the role.
+        plan: of the layer.
         operand: codes and scales, or the matrix itself where the role has no cast.
         rng: int64 [2] ``(seed, draw)`` of a stochastic cast.
         spread: how ranks share the matrix; None where each has its own.
@@ -84,10 +84,14 @@ class Seen:
     role: TensorType
     side: str
     source: Tensor
-    quantizer: Quantizer
+    plan: LinearPlan
     operand: Operand
     rng: Tensor | None
     spread: Spread | None = None
+
+    @property
+    def quantizer(self) -> Quantizer:
+        return getattr(self.plan, self.role)
 
     @property
     def spec(self) -> CastSpec | None:
@@ -265,9 +269,9 @@ def _see_forward(
     for role, quantizer, needed in roles:
         both = needed and quantizer.columnwise_source == "original" and plan.backward_override is None
         rng = drawn if quantizer.takes_draw(columnwise=both) else None  # one role at most draws, see _refusal
-        row, col = _see(role, matrices[role], quantizer, rng, spread, columnwise=both)
+        row, col = _see(plan, role, matrices[role], rng, spread, columnwise=both)
         if role == "weight":
-            b = Eager(x.device)
+            b = Eager(plan, x.device)
             row, col = (seen and replace(seen, operand=b.in_dtype(seen.operand, dtype)) for seen in (row, col))
         assert row is not None
         rowwise.append(row)
@@ -347,12 +351,12 @@ def _see_backward(watched: _Watched, grads: Sequence[Tensor | None]) -> None:
     drawn = ops.coming_draw(grad.device) if plan.draws_in_backward else None
     grad = grad.detach() if forward.wholes is None else forward.wholes.part_of_grad(grad.detach())
     matrix = as_matrix(grad)
-    row, col = _see("grad_output", matrix, plan.grad_output, drawn, spread, rowwise=needs_dgrad, columnwise=needs_wgrad)
+    row, col = _see(plan, "grad_output", matrix, drawn, spread, rowwise=needs_dgrad, columnwise=needs_wgrad)
     products: list[tuple[str, tuple[Seen, Seen]]] = []
     if row is not None:
-        products.append(("dgrad", (row, _columnwise("weight", plan.weight, forward, drawn))))
+        products.append(("dgrad", (row, _columnwise("weight", forward, drawn))))
     if col is not None:
-        products.append(("wgrad", (col, _columnwise("input", plan.input, forward, drawn))))
+        products.append(("wgrad", (col, _columnwise("input", forward, drawn))))
     if forward.is_empty:
         return None
     known = list(forward.kept.values())
@@ -368,46 +372,47 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _columnwise(role: TensorType, quantizer: Quantizer, forward: _Forward, drawn: Tensor | None) -> Seen:
+def _columnwise(role: TensorType, forward: _Forward, drawn: Tensor | None) -> Seen:
     """The columnwise operand of input or weight: the one of the forward pass, or made now."""
-    kept, matrix = forward.kept.get(role), forward.matrices[role]
+    kept, matrix, plan = forward.kept.get(role), forward.matrices[role], forward.plan
+    quantizer: Quantizer = getattr(plan, role)
     if kept is not None and kept.is_columnwise:
         return kept
     if quantizer.columnwise_source == "original":
         own = forward.drawn if quantizer.draws_in_forward else None  # made in forward, so with its draw
-        return _see_columnwise(role, matrix, quantizer, own, forward.spread)
+        return _see_columnwise(plan, role, matrix, own, forward.spread)
     if quantizer.columnwise_source == "saved_original":
-        return _see_columnwise(role, matrix, quantizer, drawn, forward.spread)
+        return _see_columnwise(plan, role, matrix, drawn, forward.spread)
     assert kept is not None
     operand = kept.operand if kept.spec is not None else Operand.dense(matrix)
     values = operand.dequantize(torch.float32)
     if forward.spread is not None:
-        return _see_columnwise(role, values, quantizer, drawn, forward.spread)
-    return Seen(role, "columnwise", values.T, quantizer, quantizer.requantize(operand, drawn), drawn)
+        return _see_columnwise(plan, role, values, drawn, forward.spread)
+    return Seen(role, "columnwise", values.T, plan, quantizer.requantize(operand, drawn), drawn)
 
 
 def _see(
+    plan: LinearPlan,
     role: TensorType,
     matrix: Tensor,
-    quantizer: Quantizer,
     rng: Tensor | None,
     spread: Spread | None,
     rowwise: bool = True,
     columnwise: bool = True,
 ) -> tuple[Seen | None, Seen | None]:
     """The rowwise operand of a matrix, and the columnwise one: those asked for, made in one pass."""
-    request = Request(role, quantizer, matrix, rowwise, columnwise, rng, (True, True))
-    ((row, col),) = Eager(matrix.device, None if spread is None else spread.shards).cast([request])
+    request = Request(role, getattr(plan, role), matrix, rowwise, columnwise, rng, (True, True))
+    ((row, col),) = Eager(plan, matrix.device, None if spread is None else spread.shards).cast([request])
     return (
-        None if row is None else Seen(role, "rowwise", matrix, quantizer, row, rng, spread),
-        None if col is None else Seen(role, "columnwise", matrix.T, quantizer, col, rng, spread),
+        None if row is None else Seen(role, "rowwise", matrix, plan, row, rng, spread),
+        None if col is None else Seen(role, "columnwise", matrix.T, plan, col, rng, spread),
     )
 
 
 def _see_columnwise(
-    role: TensorType, matrix: Tensor, quantizer: Quantizer, rng: Tensor | None, spread: Spread | None
+    plan: LinearPlan, role: TensorType, matrix: Tensor, rng: Tensor | None, spread: Spread | None
 ) -> Seen:
-    _, seen = _see(role, matrix, quantizer, rng, spread, rowwise=False)
+    _, seen = _see(plan, role, matrix, rng, spread, rowwise=False)
     assert seen is not None
     return seen
 
@@ -420,6 +425,6 @@ def drawn(seen: Seen, count: int) -> Iterator[Tensor]:
     matrix = seen.source.T if col else seen.source
     for _ in range(count):
         rng[1] += 1
-        made = _see(seen.role, matrix, seen.quantizer, rng, seen.spread, rowwise=not col, columnwise=col)
+        made = _see(seen.plan, seen.role, matrix, rng, seen.spread, rowwise=not col, columnwise=col)
         (later,) = (other for other in made if other is not None)
         yield later.operand.dequantize(torch.float32)
