@@ -33,8 +33,8 @@ from fp4engine.modules.adoption import (
     require_plain_class,
     to_linear,
 )
-from fp4engine.modules.gemms import require_own_recipe
 from fp4engine.modules.identity import forget_root, identify, require_rules, seen_names
+from fp4engine.modules.plans import require_own_recipe
 from fp4engine.modules.swap import own_attributes, own_forward
 from fp4engine.modules.torch_attention import TorchMultiheadAttention
 from fp4engine.names import covers

@@ -259,7 +259,7 @@ def _stored(name: str, module: Any, scales: LearnedScales) -> QuantizedWeight:
     if isinstance(quantizer, SharedAmaxQuantizer):
         quantizer = quantizer.alone
     operand = scales.operand(weight)
-    stored = QuantizedWeight(quantizer, weight.shape, weight.dtype, [t for t in operand.tensors if t is not None])
+    stored = QuantizedWeight(quantizer, weight.shape, weight.dtype, operand.parts)
     stored.is_frozen = True
     return stored
 

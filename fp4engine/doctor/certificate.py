@@ -95,7 +95,7 @@ def digest(tensors: Iterable[Tensor]) -> str:
 def _parts(*operands: Operand | None) -> Iterable[Tensor]:
     for operand in operands:
         if operand is not None:
-            yield from (tensor for tensor in operand.tensors if tensor is not None)
+            yield from operand.parts
 
 
 def casts_of_recipe(row: str, device: torch.device) -> str:

@@ -2,13 +2,12 @@
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp4engine import ops
 from fp4engine.arguments import require_bool, require_one_of
 from fp4engine.functional import ExecutedGemms, LinearPlan, WeightCache, linear, make_linear_plan
 from fp4engine.functional.fused_input import FusedInput
@@ -16,10 +15,10 @@ from fp4engine.functional.grouped_linear import Expert
 from fp4engine.functional.main_grad import MainGrad, require_main_grad
 from fp4engine.functional.shards import Shards
 from fp4engine.functional.weight_cache import begin_microbatches, microbatch_cache
-from fp4engine.modules.identity import Named
 from fp4engine.modules.inputs import cast_by_autocast, unusable_devices
+from fp4engine.modules.plans import Planned, Remembering
 from fp4engine.modules.quantized_weight import QuantizedWeight, stored_operands
-from fp4engine.modules.recompute import followed_state, note_scales, noted_scales
+from fp4engine.modules.recompute import note_scales
 from fp4engine.modules.sharded import (
     WholesOf,
     is_distributed,
@@ -29,13 +28,8 @@ from fp4engine.modules.sharded import (
     rows_in_order,
 )
 from fp4engine.modules.shared_weight import SharedWeight, WeightAmaxes, amaxes_needed, shared_weight, with_amaxes
-from fp4engine.modules.siblings import require_own_siblings
-from fp4engine.modules.traced import Remembering, refuse_stray_recomputation, traced_plan
-from fp4engine.private import constant_when_traced
 from fp4engine.recipe import LinearRecipe, Recipe
-from fp4engine.recipe.base import numbered, require_recipe
-from fp4engine.roles import QuantizerRole
-from fp4engine.state import AutocastState, current_state, in_backward
+from fp4engine.state import AutocastState
 
 _UNQUANTIZED = LinearRecipe(backward_override=None, backend="auto")  # both given: an import reads no flag
 """High precision, bit for bit, but by a plan, which a gradient that goes to ``main_grad`` needs."""
@@ -48,7 +42,7 @@ Missed = Callable[[str], None]
 """Called with a reason when a product takes place that the listener cannot be told of."""
 
 
-class Gemms(Named):
+class Gemms(Planned):
     """The three GEMMs of one linear transformation.
 
     This class has no parameters of its own. A layer with one weight inherits from it. A layer with several weights has
@@ -60,14 +54,12 @@ class Gemms(Named):
         recipe: recipe to follow where no autocast region is active; None means high precision there.
         fuse_wgrad_accumulation: wgrad adds to the buffer ``weight.main_grad`` (FP32, BF16 or FP16, shaped like the
             weight) in its epilogue, and ``weight.grad`` stays None.
-        module_type: the :attr:`QuantizerRole.module_type` that recipes see.
-        shape: (N, K) of the weight, if the module has no weight of its own.
+        module_type, shape: see :class:`~fp4engine.modules.plans.Planned`.
 
     Attributes:
         executed: the GEMMs that ran, see :class:`~fp4engine.functional.ExecutedGemms`.
         draws_as: name and replica of the module's own random stream, see
             :func:`fp4engine.distributed.draw_by_layer`; None if it draws from the process's stream.
-        amax_histories: what delayed scaling remembers of each role.
         overwrites: a function of weight, ``is_first_microbatch`` and ``training`` that says whether a gradient replaces
             what ``weight.main_grad`` holds; None if it never does.
         later: a list to which a backward pass appends a function that adds the gradient to ``weight.main_grad``; None
@@ -96,22 +88,12 @@ class Gemms(Named):
         module_type: str = "linear",
         shape: tuple[int, ...] = (),
     ) -> None:
-        # By the number of the recipe and the weight's shape, of recipes that read the module.
-        self._plans_for_tracing: dict[tuple[str, tuple[int, ...]], LinearPlan] = {}
-        self._remembering = Remembering(self)
-        self.name = name
         require_bool("fuse_wgrad_accumulation", fuse_wgrad_accumulation)
-        require_own_recipe(recipe)  # nn.Module would take a module for a child, and never ask the property
-        self.recipe = recipe
+        self._configure_plans(name, recipe, module_type, shape)
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
-        self.module_type = module_type
-        self.shape = shape
         self.executed = ExecutedGemms()
-        self.amax_histories: dict[str, Any] = {}
         self.draws_as: tuple[str, int] | None = None
         self._listeners: tuple[tuple[Listener, Missed | None], ...] = ()
-        self._plan: MadePlan | None = None
-        self._ran_by_recipe = False
         self._share: tuple[Any, Shards, WholesOf, str] | None = None
         self._weight_amaxes: WeightAmaxes | None = None
         self._weight_caches: tuple[WeightCache, ...] = ()
@@ -127,101 +109,6 @@ class Gemms(Named):
         self._plans_for_tracing.clear()
         if before is not None and before != self._name:
             self.executed = ExecutedGemms()
-
-    @property
-    def recipe(self) -> Recipe | None:
-        """The recipe that the module follows outside autocast regions; None is high precision."""
-        return self._recipe
-
-    @recipe.setter
-    def recipe(self, recipe: Recipe | None) -> None:
-        require_own_recipe(recipe)
-        self._recipe = recipe
-
-    def forget_plan(self) -> None:
-        """Drop histories and the plan that uses them; the next forward makes a plan anew."""
-        self.amax_histories.clear()
-        self._plan = None
-        self._remembering = Remembering(self)
-
-    def plan(self, state: AutocastState | None) -> LinearPlan | None:
-        """The plan under ``state``; None for high precision.
-
-        The module keeps the plan until the recipe changes, or the module's name or its weight's shape if the recipe
-        reads these.
-        """
-        recipe = self.recipe if state is None else state.recipe
-        if recipe is None or (state is not None and not state.enabled):
-            return None
-        if torch.compiler.is_dynamo_compiling():
-            return self._traced_plan(recipe)
-        made = self._plan  # read once, since a thread in another region may replace it
-        if (
-            made is None
-            or (made.recipe is not recipe and made.recipe != recipe)
-            or (recipe.reads_modules and made.read != (self.name_for(recipe), self.weight_shape()))
-        ):
-            name, shape = read = self.name_for(recipe), self.weight_shape()
-            plan = make_linear_plan(recipe, self.module_type, name, shape)
-            require_own_siblings(plan.weight, self)
-            if recipe.reads_modules and not plan.is_stateful:
-                self._plans_for_tracing[recipe.number, shape] = plan
-            plan = plan.remembering_in(self.amax_histories) if plan.is_stateful else plan
-            made = self._plan = MadePlan(recipe, plan, read)
-        return made.plan
-
-    def plan_by(self, recipe: Recipe) -> LinearPlan:
-        """The plan by which the module would multiply under ``recipe``.
-
-        Raises:
-            ValueError: as :meth:`name_for`.
-        """
-        return make_linear_plan(recipe, self.module_type, self.name_for(recipe), self.weight_shape())
-
-    def role(self, tensor_type: str, recipe: Recipe) -> QuantizerRole:
-        """What ``recipe`` is told of a tensor of this module.
-
-        Raises:
-            ValueError: as :meth:`name_for`.
-        """
-        return QuantizerRole(self.module_type, tensor_type, self.name_for(recipe), self.weight_shape())
-
-    @constant_when_traced
-    def _require_plan(self, recipe: str, kind: str) -> None:
-        """Check, while ``torch.compile`` traces, that the recipe of this number can tell how the module computes.
-
-        Args:
-            kind: see :class:`~fp4engine.modules.identity.Root`; the graph has a guard on it.
-
-        Raises:
-            ValueError: as :meth:`name_for`.
-        """
-        self.plan_by(numbered(recipe))
-
-    @constant_when_traced
-    def _leave_remembering(self, recipe: str, mode: str, device: str) -> str:
-        """Make the plan with this module's memory, and return its attribute; runs while ``torch.compile`` traces."""
-        name = f"{mode} {recipe} {device}"
-        getattr(self._remembering, name)
-        return name
-
-    def weight_shape(self) -> tuple[int, ...]:
-        """(N, K) of the weight. A weight that is computed from other parameters is not computed for this."""
-        return self.shape
-
-    def _traced_plan(self, recipe: Recipe) -> LinearPlan:
-        """The plan for code that ``torch.compile`` traces, made outside the trace.
-
-        If the recipe reads nothing of the module but its type, equal modules share a plan, and so one graph. Under
-        other recipes each name makes a graph; if the modules have run in eager mode before, each plan makes a graph.
-        """
-        if not recipe.reads_modules:
-            return traced_plan(recipe, self.module_type, "", ())
-        self._require_plan(recipe.number, "" if self._identity is None else self._identity.root.kind)
-        shape = self.weight_shape()
-        if (recipe.number, shape) in self._plans_for_tracing:
-            return self._plans_for_tracing[recipe.number, shape]
-        return traced_plan(recipe, self.module_type, self.name, shape)
 
     def multiply(
         self, inp: Tensor | FusedInput, weight: Tensor, bias: Tensor | None, is_first_microbatch: bool | None = None
@@ -418,65 +305,6 @@ class Gemms(Named):
         main_grad = self._main_grad(weight, is_first_microbatch) if self.fuse_wgrad_accumulation else None
         return Expert(weight, bias, plan, self.executed, shards, cache, main_grad)
 
-    def _state_in_force(self) -> AutocastState | None:
-        """The state of the region in force. In a recomputed forward, that is the region of the forward that it repeats.
-
-        Raises:
-            RuntimeError: the module runs inside a backward pass, and the region that it should repeat is not known.
-        """
-        if torch.compiler.is_dynamo_compiling():
-            refuse_stray_recomputation()
-            return current_state()
-        state, is_known = followed_state()
-        if is_known:
-            return state
-        if self._ran_by_recipe or state is not None:
-            raise RuntimeError(
-                f"{self.name or type(self).__name__} runs inside a backward pass, outside any autocast region that was "
-                "entered there, and it is not known by which recipe. If activation checkpointing recomputes it, use "
-                "fp4engine.checkpoint, or give torch.utils.checkpoint use_reentrant=False and "
-                "context_fn=fp4engine.recompute_contexts, or put the region inside the checkpointed function; "
-                "elsewhere, enter autocast(recipe=...) or autocast(enabled=False) around the call"
-            )
-        return None
-
-    def _plan_under(self, state: AutocastState | None, weight: "Tensor | QuantizedWeight") -> LinearPlan | None:
-        """The plan of this forward, which computes where ``weight`` is.
-
-        Raises:
-            RuntimeError: a recomputation cannot repeat its draws, or does not know its scales.
-            ValueError: the module follows its own recipe outside regions, and that has delayed scaling.
-        """
-        plan = self.plan(state)
-        if plan is None or torch.compiler.is_dynamo_compiling():
-            if plan is None or not plan.is_stateful:
-                return plan
-            if state is None:
-                raise no_step(self.recipe)
-            mode = "train" if self.training or torch.is_grad_enabled() else "eval"
-            return getattr(self._remembering, self._leave_remembering(state.recipe.number, mode, str(weight.device)))
-        if not self._ran_by_recipe:  # an assignment to a module's attribute is a call of Python
-            self._ran_by_recipe = True
-        if in_backward():
-            if plan.draws_in_forward and not ops.is_replaying():
-                raise RuntimeError(
-                    f"the forward of {plan.recipe!r} draws random bits, which torch.utils.checkpoint does not repeat; "
-                    "use fp4engine.checkpoint"
-                )
-            return plan.repeating(noted_scales()) if plan.is_stateful else plan
-        if plan.is_stateful and state is None:
-            raise no_step(plan.recipe)
-        return plan.evaluating() if plan.is_stateful and not self._is_remembered() else plan
-
-    def _is_remembered(self) -> bool:
-        """Whether this forward adds to the amax histories of delayed scaling. In evaluation it does not.
-
-        A module in train mode without gradients does add to them, and so does one that :func:`fp4engine.checkpoint`
-        will run again, since the first run of reentrant checkpointing is without gradients.
-        """
-        is_trained = self.training or torch.is_grad_enabled() or ops.is_replaying()
-        return is_trained and not torch.is_inference_mode_enabled()
-
     def _cache(
         self, weight: Tensor, plan: LinearPlan, group: Any, is_first_microbatch: bool | None
     ) -> WeightCache | None:
@@ -530,34 +358,3 @@ class Gemms(Named):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._remembering = Remembering(self)
-
-
-class MadePlan(NamedTuple):
-    """A plan that a module keeps until something changes from which the plan was made.
-
-    Attributes:
-        read: the module's name and its weight's shape, which the recipe may have read.
-    """
-
-    recipe: Recipe
-    plan: LinearPlan
-    read: tuple[str, tuple[int, ...]]
-
-
-def require_own_recipe(recipe: Recipe | None) -> None:
-    """Accept a recipe that a module may follow outside autocast regions.
-
-    Raises:
-        ValueError: ``recipe`` is not a recipe, or has delayed scaling.
-    """
-    require_recipe(recipe)
-    if recipe is not None and recipe.is_delayed:
-        raise no_step(recipe)
-
-
-def no_step(recipe: Recipe | None) -> ValueError:
-    """The error for a module that would follow ``recipe``, which scales by earlier steps, outside every region."""
-    return ValueError(
-        "a recipe that scales by earlier steps needs autocast regions, so a module cannot follow it outside; "
-        f"use autocast(recipe=...) instead of recipe={recipe!r}"
-    )

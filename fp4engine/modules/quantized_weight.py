@@ -432,7 +432,7 @@ def _encode(values: Tensor, quantizer: Quantizer, transposed: bool = False) -> t
     matrix = values.detach().T if transposed else values.detach()
     quantized = quantizer.quantize(matrix, columnwise=not derived)
     sides = (quantized.rowwise, quantized.columnwise)
-    return tuple(tensor for side in sides if side is not None for tensor in side.tensors if tensor is not None)
+    return tuple(tensor for side in sides if side is not None for tensor in side.parts)
 
 
 def stored_as(

@@ -10,9 +10,8 @@ from fp4engine.arguments import require_model, shown
 from fp4engine.formats import Outer
 from fp4engine.modules.gemms import Gemms
 from fp4engine.modules.identity import seen_names
-from fp4engine.modules.siblings import ModulePlace, Siblings
 from fp4engine.quantizers import Quantizer, make_quantizer
-from fp4engine.quantizers.shared import SharedAmaxQuantizer
+from fp4engine.quantizers.shared import ModulePlace, SharedAmaxQuantizer, Siblings
 from fp4engine.recipe import CustomRecipe, Recipe, RuledRecipe, ScheduledRecipe
 from fp4engine.roles import QuantizerRole
 

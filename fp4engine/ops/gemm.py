@@ -63,17 +63,19 @@ def gemm(
             f"and right [{right.rows}, {right.cols}]"
         )
     if left.spec is None and right.spec is None:
-        return _dense(left.data, right.data, bias, out_dtype, out)
+        product = _dense(left.data, right.data, bias, out_dtype if out is None else torch.float32)
+        return product if out is None else out.add_(product)
     if accumulation != "fp32":
         require_nvfp4(left.key, right.key, accumulation)
-    sizes, device = (left.rows, right.rows, left.cols), left.data.device
-    by_fp8 = _multiplies_fp8(left.key, right.key, device) and backend in ("auto", "native")
-    is_small = by_fp8 and gemm_fp8.is_small(*sizes, backend, device)
-    if by_fp8 and not (is_small and _kernels_run(device)):
-        return _fp8(left, right, bias, out_dtype, out, fast_accumulation)
+    device = left.data.device
+    if _multiplies_fp8(left.key, right.key, device) and backend in ("auto", "native"):
+        is_small = gemm_fp8.is_small(left.rows, right.rows, left.cols, backend, device)
+        if not (is_small and _kernels_run(device)):
+            product = _fp8(left, right, bias, out_dtype if out is None else torch.float32, fast_accumulation)
+            return product if out is None else out.add_(product)
     if is_plain(left.data):
         return _product(left, right, bias, out_dtype, out, backend, accumulation)
-    operands = (*left.tensors, left.key, *right.tensors, right.key)
+    operands = (left.parts, left.key, right.parts, right.key)
     if out is not None:
         torch.ops.fp4engine.gemm_accumulate(out, *operands, bias, backend, accumulation)
         return out
@@ -101,10 +103,7 @@ def _multiplies_fp8(left: str, right: str, device: torch.device) -> bool:
     Raises:
         ValueError: the operands are not rotated alike.
     """
-    refusal, multiplies = _pair(left, right, device)
-    if refusal:
-        raise ValueError(refusal)
-    return multiplies
+    return _pair(left, right, device)
 
 
 @constant_when_traced
@@ -113,24 +112,17 @@ def _kernels_run(device: torch.device) -> bool:
 
 
 @cache
-def _pair(left: str, right: str, device: torch.device) -> tuple[str, bool]:
+def _pair(left: str, right: str, device: torch.device) -> bool:
     rotations = [CastSpec.from_key(key).rotation if key else None for key in (left, right)]
-    if rotations[0] == rotations[1]:
-        return "", gemm_fp8.supports(left, right, device)[0]
-    return (
-        "both operands of a GEMM must be rotated alike, or H H^T does not cancel: "
-        f"left has {rotations[0]}, right has {rotations[1]}"
-    ), False
+    if rotations[0] != rotations[1]:
+        raise ValueError(
+            "both operands of a GEMM must be rotated alike, or H H^T does not cancel: "
+            f"left has {rotations[0]}, right has {rotations[1]}"
+        )
+    return gemm_fp8.supports(left, right, device)[0]
 
 
-def _fp8(
-    left: Operand,
-    right: Operand,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    out: Tensor | None,
-    fast_accumulation: bool,
-) -> Tensor:
+def _fp8(left: Operand, right: Operand, bias: Tensor | None, dtype: torch.dtype, fast_accumulation: bool) -> Tensor:
     assert left.spec is not None and right.spec is not None and left.amax is not None and right.amax is not None
     plain = is_plain(left.amax)
     if plain:
@@ -138,30 +130,18 @@ def _fp8(
     alpha, one = (_scales if plain else torch.ops.fp4engine.scales)(
         left.amax, right.amax, left.spec.numerator * right.spec.numerator
     )
-    dtype = out_dtype if out is None else torch.float32
-    product = gemm_fp8.multiply(_codes(left).data, _codes(right).data, alpha, one, bias, dtype, fast_accumulation)
-    return product if out is None else out.add_(product)
+    return gemm_fp8.multiply(_codes(left).data, _codes(right).data, alpha, one, bias, dtype, fast_accumulation)
 
 
-def _dense(left: Tensor, right: Tensor, bias: Tensor | None, out_dtype: torch.dtype, out: Tensor | None) -> Tensor:
-    dtype = out_dtype if out is None else torch.float32
+def _dense(left: Tensor, right: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    are_16_bit = left.dtype == right.dtype and left.dtype in (torch.bfloat16, torch.float16)
     with torch.autocast(left.device.type, enabled=False):  # the dtype is the caller's, also in a backward pass
-        if dtype == torch.float32 and _tensor_cores_sum_in_fp32(left, right):
+        # NVIDIA's tensor cores sum in FP32, in which products of 16-bit numbers are exact.
+        if dtype == torch.float32 and are_16_bit and left.is_cuda and torch.version.hip is None:
             product = torch.mm(left, right.t(), out_dtype=torch.float32)
-            product = product if bias is None else product.add_(bias)
-        else:
-            added = bias if bias is None else bias.to(dtype)
-            product = torch.nn.functional.linear(left.to(dtype), right.to(dtype), added)
-    return product if out is None else out.add_(product)
-
-
-def _tensor_cores_sum_in_fp32(left: Tensor, right: Tensor) -> bool:
-    """Whether PyTorch multiplies the two in their dtype and sums in FP32, which it does on NVIDIA's GPUs alone.
-
-    Products of 16-bit numbers are exact in FP32.
-    """
-    is_16_bit = left.dtype == right.dtype and left.dtype in (torch.bfloat16, torch.float16)
-    return is_16_bit and left.is_cuda and torch.version.hip is None
+            return product if bias is None else product.add_(bias)
+        added = bias if bias is None else bias.to(dtype)
+        return torch.nn.functional.linear(left.to(dtype), right.to(dtype), added)
 
 
 @cache
@@ -296,7 +276,8 @@ def _product(
     are_codes = left.scale_inv is not None and right.scale_inv is not None
     by_blocks = backend in ("auto", "native") and are_codes and gemm_fp8.multiplies_blocks(left_key, right_key, device)
     if by_blocks and gemm_fp8.fits_blocks(left.data, right.data):
-        return _fp8_blocks(left, right, bias, out_dtype, out)
+        product = _fp8_blocks(left, right, bias, out_dtype if out is None else torch.float32)
+        return product if out is None else out.add_(product)
     plain = None if left_key and right_key else right.data.dtype if left_key else left.data.dtype
     asked = (left_key, right_key, are_codes, out_dtype, device, backend, plain)
     path, reason, numerator, factored = product_path(*asked)
@@ -370,17 +351,13 @@ def _terms(operand: Operand) -> Iterator[tuple["gemm_native.Codes", float]]:
         yield gemm_native.Codes(reference.pack(data >> 4), scale_inv, amax), float(SECOND_TERM)
 
 
-def _fp8_blocks(
-    left: Operand, right: Operand, bias: Tensor | None, out_dtype: torch.dtype, out: Tensor | None
-) -> Tensor:
+def _fp8_blocks(left: Operand, right: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """A product of FP8 codes with block scales, which multiply sums of 128 terms; the outer factor is 1."""
     backends.record("gemm/fp8")
     assert left.scale_inv is not None and right.scale_inv is not None and right.spec is not None
     height = right.spec.block[0]
     scales = gemm_fp8.block_scales(left.scale_inv, right.scale_inv, height)
-    dtype = out_dtype if out is None else torch.float32
-    product = gemm_fp8.multiply_blocks(left.data, scales[0], right.data, scales[1], height, bias, dtype)
-    return product if out is None else out.add_(product)
+    return gemm_fp8.multiply_blocks(left.data, scales[0], right.data, scales[1], height, bias, dtype)
 
 
 def _factored(
@@ -428,47 +405,38 @@ def _blackwell_kernels() -> ModuleType:
     return gemm_blackwell
 
 
-def _operand(key: str, data: Tensor, scale_inv: Tensor | None, amax: Tensor | None) -> Operand:
+def _operand(key: str, parts: list[Tensor]) -> Operand:
     """An operand for a product, which does not need its logical width."""
+    data, scale_inv, amax = parts if len(parts) == 3 else (parts[0], None, parts[1] if key else None)
     return Operand(CastSpec.from_key(key) if key else None, data.shape[0], data.shape[1], data, scale_inv, amax)
 
 
 def _gemm(
-    left: Tensor,
-    left_scale_inv: Tensor | None,
-    left_amax: Tensor | None,
+    left: list[Tensor],
     left_spec: str,
-    right: Tensor,
-    right_scale_inv: Tensor | None,
-    right_amax: Tensor | None,
+    right: list[Tensor],
     right_spec: str,
     bias: Tensor | None,
     out_dtype: torch.dtype,
     backend: str,
-    accumulation: str = "fp32",
+    accumulation: str,
 ) -> list[Tensor]:
-    first = _operand(left_spec, left, left_scale_inv, left_amax)
-    second = _operand(right_spec, right, right_scale_inv, right_amax)
-    return [_product(first, second, bias, out_dtype, None, backend, accumulation)]
+    operands = _operand(left_spec, left), _operand(right_spec, right)
+    return [_product(*operands, bias, out_dtype, None, backend, accumulation)]
 
 
 def _gemm_accumulate(
     out: Tensor,
-    left: Tensor,
-    left_scale_inv: Tensor | None,
-    left_amax: Tensor | None,
+    left: list[Tensor],
     left_spec: str,
-    right: Tensor,
-    right_scale_inv: Tensor | None,
-    right_amax: Tensor | None,
+    right: list[Tensor],
     right_spec: str,
     bias: Tensor | None,
     backend: str,
-    accumulation: str = "fp32",
+    accumulation: str,
 ) -> None:
-    first = _operand(left_spec, left, left_scale_inv, left_amax)
-    second = _operand(right_spec, right, right_scale_inv, right_amax)
-    _product(first, second, bias, out.dtype, out, backend, accumulation)
+    operands = _operand(left_spec, left), _operand(right_spec, right)
+    _product(*operands, bias, out.dtype, out, backend, accumulation)
 
 
 def _scales(left_amax: Tensor, right_amax: Tensor, numerator: float) -> list[Tensor]:
@@ -481,8 +449,8 @@ def _scales(left_amax: Tensor, right_amax: Tensor, numerator: float) -> list[Ten
     return [alpha, torch.ones_like(alpha)]
 
 
-def _gemm_outputs(left: Tensor, right: Tensor, out_dtype: torch.dtype) -> list[Output]:
-    return [Output((left.shape[0], right.shape[0]), out_dtype)]
+def _gemm_outputs(left: list[Tensor], right: list[Tensor], out_dtype: torch.dtype) -> list[Output]:
+    return [Output((left[0].shape[0], right[0].shape[0]), out_dtype)]
 
 
 define(_gemm, _gemm_outputs)

@@ -114,13 +114,13 @@ def grouped_gemm(
         bias: [G, N] or None.
     """
     run = _grouped_gemm if is_plain(left.data) else torch.ops.fp4engine.grouped_gemm
-    return run(_tensors(left), _tensors(right), offsets, _numerator(left, right), bias, out_dtype)[0]
+    return run(left.parts, right.parts, offsets, _numerator(left, right), bias, out_dtype)[0]
 
 
 def grouped_wgrad(left: Operand, right: Operand, offsets: Tensor, *, out_dtype: torch.dtype) -> Tensor:
     """``left[e] @ right[e].T`` of columnwise operands [N, P] and [K, P]: [G, N, K], zeros where there are no rows."""
     run = _grouped_wgrad if is_plain(left.data) else torch.ops.fp4engine.grouped_wgrad
-    return run(_tensors(left), _tensors(right), offsets, _numerator(left, right), out_dtype)[0]
+    return run(left.parts, right.parts, offsets, _numerator(left, right), out_dtype)[0]
 
 
 def grouped_wgrad_accumulate(outs: Sequence[Tensor | None], left: Operand, right: Operand, offsets: Tensor) -> None:
@@ -128,18 +128,13 @@ def grouped_wgrad_accumulate(outs: Sequence[Tensor | None], left: Operand, right
     buffers = [out for out in outs if out is not None]
     experts = [expert for expert, out in enumerate(outs) if out is not None]
     run = _grouped_wgrad_accumulate if is_plain(left.data) else torch.ops.fp4engine.grouped_wgrad_accumulate
-    run(buffers, experts, _tensors(left), _tensors(right), offsets, _numerator(left, right))
+    run(buffers, experts, left.parts, right.parts, offsets, _numerator(left, right))
 
 
 def column_sums(x: Tensor, offsets: Tensor | None = None, backend: str = "auto") -> Tensor:
     """``sum(x, 0)`` in FP32 and in the order of the reference: of all rows [1, K], or of each expert's [G, K]."""
     x = as_it_is(x)
     return (_column_sums if is_plain(x) else torch.ops.fp4engine.column_sums)(x, offsets, backend)[0]
-
-
-def _tensors(operand: Operand) -> list[Tensor]:
-    """``[values, amax]`` or ``[codes, scale_inv, amax]``, as the kernels take operands."""
-    return [tensor for tensor in operand.tensors if tensor is not None]
 
 
 def _numerator(left: Operand, right: Operand) -> float:

@@ -65,7 +65,7 @@ class Operand(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of data, block scales and outer amax."""
-        return sum(t.nbytes for t in (self.data, self.scale_inv, self.amax) if t is not None)
+        return sum(tensor.nbytes for tensor in self.parts)
 
     @property
     def decoded_dtype(self) -> torch.dtype:
@@ -125,6 +125,11 @@ class Operand(NamedTuple):
     def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """``(data, scale_inv, amax)``."""
         return self.data, self.scale_inv, self.amax
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """The tensors that there are: ``[matrix]``, ``[values, amax]`` or ``[codes, scale_inv, amax]``."""
+        return [tensor for tensor in (self.data, self.scale_inv, self.amax) if tensor is not None]
 
 
 class SquareOperand(NamedTuple):
