@@ -21,7 +21,7 @@ from fp4engine.functional.eager import Eager
 from fp4engine.functional.program import Request
 from fp4engine.functional.shards import Shards
 from fp4engine.modules import Gemms
-from fp4engine.modules.sharded import WholesOf, is_distributed, layout_of
+from fp4engine.modules.sharded import Layout, is_distributed, layout_of
 from fp4engine.quantizers import Quantizer
 from fp4engine.quantizers.base import as_matrix
 from fp4engine.reference.cast import prepare
@@ -142,7 +142,7 @@ class _Forward(NamedTuple):
 
     plan: LinearPlan
     spread: Spread | None
-    wholes: WholesOf | None
+    wholes: Layout | None
     matrices: dict[TensorType, Tensor]
     versions: dict[TensorType, int]
     kept: dict[TensorType, Seen]
@@ -294,7 +294,7 @@ def _see_forward(
 
 def _share(
     plan: LinearPlan, x: Tensor, weight: Tensor, group: Any, name: str
-) -> tuple[Tensor, Tensor, Spread | None, WholesOf | None]:
+) -> tuple[Tensor, Tensor, Spread | None, Layout | None]:
     """This rank's parts of input and weight, how ranks share them, and what takes parts; None and None if alone."""
     if not is_distributed(x, weight):
         return x, weight, None if group is None else Spread(Shards().and_over(group)), None
@@ -308,8 +308,7 @@ def _share(
     layout = layout_of(plan, x, weight, None, name)
     shards = layout.shards if group is None else layout.shards.and_over(group)
     dims = tuple((mesh.get_group(dim), mesh.get_local_rank(dim)) for dim in range(mesh.ndim))
-    taking = WholesOf(layout)
-    return taking.part(x), taking.part(weight), Spread(shards, wholes, dims), taking
+    return layout.part(x), layout.part(weight), Spread(shards, wholes, dims), layout
 
 
 def _refusal(module: Gemms, plan: LinearPlan | None, inp: Any, weight: Tensor) -> str:

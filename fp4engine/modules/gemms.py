@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fp4engine import ops
 from fp4engine.arguments import require_bool, require_one_of
 from fp4engine.functional import ExecutedGemms, LinearPlan, WeightCache, linear, make_linear_plan
 from fp4engine.functional.fused_input import FusedInput
@@ -20,14 +21,15 @@ from fp4engine.modules.plans import Planned, Remembering
 from fp4engine.modules.quantized_weight import QuantizedWeight, stored_operands
 from fp4engine.modules.recompute import note_scales
 from fp4engine.modules.sharded import (
-    WholesOf,
+    Layout,
     is_distributed,
     layout_of,
     place_of,
     require_same_layer,
     rows_in_order,
+    sharing_groups,
 )
-from fp4engine.modules.shared_weight import SharedWeight, WeightAmaxes, amaxes_needed, shared_weight, with_amaxes
+from fp4engine.modules.shared_weight import SharedWeight, WeightAmaxes, amaxes_needed, found_for, with_amaxes
 from fp4engine.recipe import LinearRecipe, Recipe
 from fp4engine.state import AutocastState
 
@@ -94,7 +96,7 @@ class Gemms(Planned):
         self.executed = ExecutedGemms()
         self.draws_as: tuple[str, int] | None = None
         self._listeners: tuple[tuple[Listener, Missed | None], ...] = ()
-        self._share: tuple[Any, Shards, WholesOf, str] | None = None
+        self._share: tuple[Any, Shards, Layout, str] | None = None
         self._weight_amaxes: WeightAmaxes | None = None
         self._weight_caches: tuple[WeightCache, ...] = ()
         self._microbatch_cache: WeightCache | None = None
@@ -216,17 +218,17 @@ class Gemms(Planned):
             shards = self._completed(layout.shards, inp, weight, plan, group)
             if found is not None:
                 shards = with_amaxes(shards, weight, found, amaxes_needed(shards, plan))
-            return layout.whole(linear(x, w, b, plan, executed=self.executed, shards=shards))
+            return layout.output(linear(x, w, b, plan, executed=self.executed, shards=shards))
         asked = (plan, place_of(inp), place_of(weight), place_of(bias), cp_group, group, self.draws_as)
         share = self._share  # read once: a thread with another input may replace it meanwhile
         if share is None or share[0] != asked:
             layout = layout_of(plan, inp, weight, bias, self._label(), cp_group)
             shards = self._completed(layout.shards, inp, weight, plan, group)
-            share = self._share = asked, shards, WholesOf(layout), amaxes_needed(shards, plan)
-        _, shards, wholes, needed = share
+            share = self._share = asked, shards, layout, amaxes_needed(shards, plan)
+        _, shards, layout, needed = share
         if found is not None:
             shards = with_amaxes(shards, weight, found, needed)
-        return linear(inp, weight, bias, plan, executed=self.executed, shards=shards, wholes=wholes)
+        return linear(inp, weight, bias, plan, executed=self.executed, shards=shards, wholes=layout)
 
     def shared_weight(self, state: AutocastState | None, known: SharedWeight | None) -> SharedWeight | None:
         """The weight, if ranks share all of its amaxes in one way in a forward under ``state``; else None.
@@ -236,8 +238,14 @@ class Gemms(Planned):
         Args:
             known: what this method returned last time, which is returned again while it is valid.
         """
-        group = None if state is None else state.amax_reduction_group
-        return shared_weight(self._parameters.get("weight"), self.plan(state), group, known)
+        weight: Any = self._parameters.get("weight")
+        plan, group = self.plan(state), None if state is None else state.amax_reduction_group
+        if known is not None and known.weight is weight and known.plan is plan and known.group is group:
+            return known
+        if plan is None or not plan.shares_amaxes or not is_distributed(weight):
+            return None
+        groups = (*sharing_groups(weight), *(() if group is None else (group,)))
+        return SharedWeight(weight, plan, group, groups, found_for(plan.key, ops.names_of(groups))) if groups else None
 
     def leave_weight_amaxes(self, left: WeightAmaxes | None) -> None:
         """Let the next forwards use these amaxes; None lets each find its own."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,7 +14,37 @@ from fp4engine.functional.norm import Norm
 from fp4engine.modules.te_arguments import refuse_unimplemented, te_device
 
 
-class LayerNorm(torch.nn.LayerNorm):
+class _TENorm(torch.nn.Module):
+    """What LayerNorm and RMSNorm have in common, before PyTorch's module of that name."""
+
+    _kind: ClassVar[str]
+    weight: Tensor
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int] | None = None,
+        eps: float = 1e-5,
+        *,
+        zero_centered_gamma: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **te_arguments: Any,
+    ) -> None:
+        shape, dtype = _older_names(self._kind, normalized_shape, dtype, te_arguments)
+        self.norm = Norm(self._kind, eps, zero_centered_gamma)  # before the base class's constructor initialises
+        super().__init__(shape, eps, device=te_device(device), dtype=dtype)
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()  # pyright: ignore[reportAttributeAccessIssue]: of the class behind this one
+        torch.nn.init.constant_(self.weight, self.norm.initial_gamma)
+
+    def _normalize(self, x: Tensor, eps: float | None, bias: Tensor | None) -> Tensor:
+        """``x`` normalised with the module's ``eps``, which may have been set since the norm was made."""
+        norm = self.norm if eps is None or self.norm.eps == eps else replace(self.norm, eps=eps)
+        return norm(x, self.weight, bias)
+
+
+class LayerNorm(_TENorm, torch.nn.LayerNorm):
     """``nn.LayerNorm`` that may keep ``gamma - 1`` as its weight.
 
     Args:
@@ -29,54 +59,21 @@ class LayerNorm(torch.nn.LayerNorm):
             or two different dtypes.
     """
 
+    _kind = "LayerNorm"
     __call__: Callable[..., Tensor]
-
-    def __init__(
-        self,
-        normalized_shape: int | Sequence[int] | None = None,
-        eps: float = 1e-5,
-        *,
-        zero_centered_gamma: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        **te_arguments: Any,
-    ) -> None:
-        shape, dtype = _older_names("LayerNorm", normalized_shape, dtype, te_arguments)
-        self.norm = Norm("LayerNorm", eps, zero_centered_gamma)  # before the base class's constructor initialises
-        super().__init__(shape, eps, device=te_device(device), dtype=dtype)
-
-    def reset_parameters(self) -> None:
-        super().reset_parameters()
-        torch.nn.init.constant_(self.weight, self.norm.initial_gamma)
 
     def forward(self, input: Tensor) -> Tensor:
-        return _with_eps(self.norm, self.eps)(input, self.weight, self.bias)
+        return self._normalize(input, self.eps, self.bias)
 
 
-class RMSNorm(torch.nn.RMSNorm):
+class RMSNorm(_TENorm, torch.nn.RMSNorm):
     """``nn.RMSNorm`` that may keep ``gamma - 1`` as its weight; arguments as in :class:`LayerNorm`."""
 
+    _kind = "RMSNorm"
     __call__: Callable[..., Tensor]
 
-    def __init__(
-        self,
-        normalized_shape: int | Sequence[int] | None = None,
-        eps: float = 1e-5,
-        *,
-        zero_centered_gamma: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        **te_arguments: Any,
-    ) -> None:
-        shape, dtype = _older_names("RMSNorm", normalized_shape, dtype, te_arguments)
-        self.norm = Norm("RMSNorm", eps, zero_centered_gamma)  # before the base class's constructor initialises
-        super().__init__(shape, eps, device=te_device(device), dtype=dtype)
-
-    def reset_parameters(self) -> None:
-        torch.nn.init.constant_(self.weight, self.norm.initial_gamma)
-
     def forward(self, x: Tensor) -> Tensor:
-        return _with_eps(self.norm, self.eps)(x, self.weight, None)
+        return self._normalize(x, self.eps, None)
 
 
 class InputNorm(torch.nn.Module):
@@ -116,11 +113,6 @@ class InputNorm(torch.nn.Module):
         """
         require_dense("the input", inp)
         return FusedInput(self.norm, inp, (self.layer_norm_weight, self.layer_norm_bias), inp.dtype)
-
-
-def _with_eps(norm: Norm, eps: float | None) -> Norm:
-    """``norm`` with the module's ``eps``, which may have been set since it was made."""
-    return norm if eps is None or norm.eps == eps else replace(norm, eps=eps)
 
 
 def _older_names(

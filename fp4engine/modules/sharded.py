@@ -35,19 +35,23 @@ _PLAIN = (type(None), Tensor, torch.nn.Parameter, QuantizedWeight, FusedInput)
 
 
 class Layout(NamedTuple):
-    """How the DTensors of ``inp @ weight.T + bias`` are spread over a mesh.
+    """How the DTensors of ``inp @ weight.T + bias`` are spread over a mesh: their parts and, of parts, whole tensors.
+
+    It is a :class:`fp4engine.functional.shards.Wholes`.
 
     Attributes:
         mesh: the mesh on which all of them lie.
         shards: this rank's parts of the matrices.
         shapes: shapes of input, weight, bias and output.
         placements: placements of the gradients of input, weight and bias, and of the output.
+        of_grad: placements of the output's gradient, of which no rank has a part of a sum.
     """
 
     mesh: Any
     shards: Shards
     shapes: tuple[torch.Size, ...]
     placements: tuple[tuple[Any, ...], ...]
+    of_grad: tuple[Any, ...]
 
     def parts(self, *tensors: Tensor | None) -> list[Tensor | None]:
         """This rank's parts of input, weight and bias, connected by autograd to the DTensors."""
@@ -57,43 +61,29 @@ class Layout(NamedTuple):
             for whole, placements in zip(wholes, self.placements, strict=False)
         ]
 
-    def whole(self, part: Tensor, index: int = -1) -> Any:
+    def part(self, tensor: Tensor) -> Tensor:
+        """This rank's part of a DTensor, without autograd; waits for a collective that still writes it."""
+        whole: Any = tensor
+        local = whole.to_local()
+        return local.wait() if hasattr(local, "wait") else local
+
+    def part_of_grad(self, grad_output: Tensor) -> Tensor:
+        whole: Any = grad_output
+        return self.part(whole if whole.placements == self.of_grad else whole.redistribute(placements=self.of_grad))
+
+    def output(self, part: Tensor) -> Tensor:
+        return self._whole(part, -1)
+
+    def gradients(self, *parts: Tensor | None) -> list[Tensor | None]:
+        return [None if part is None else self._whole(part, index) for index, part in enumerate(parts)]
+
+    def _whole(self, part: Tensor, index: int) -> Any:
         """The DTensor whose part on this rank is ``part``: the output, or by ``index`` another tensor's gradient."""
         from torch.distributed.tensor import DTensor
 
         shape = self.shapes[index]
         stride = tuple([prod(shape[i + 1 :]) for i in range(len(shape))])
         return DTensor.from_local(part, self.mesh, self.placements[index], run_check=False, shape=shape, stride=stride)
-
-
-class WholesOf:
-    """:class:`fp4engine.functional.shards.Wholes` of DTensors."""
-
-    def __init__(self, layout: Layout) -> None:
-        from torch.distributed.tensor import Replicate
-
-        self._layout = layout
-        output = layout.placements[-1]
-        self._of_grad = tuple(Replicate() if placement.is_partial() else placement for placement in output)
-
-    def part(self, tensor: Tensor) -> Tensor:
-        """As :meth:`Wholes.part`; waits for a collective that still writes the part."""
-        whole: Any = tensor
-        local = whole.to_local()
-        return local.wait() if hasattr(local, "wait") else local
-
-    def part_of_grad(self, grad_output: Tensor) -> Tensor:
-        """As :meth:`Wholes.part_of_grad`."""
-        whole: Any = grad_output
-        return self.part(whole if whole.placements == self._of_grad else whole.redistribute(placements=self._of_grad))
-
-    def output(self, part: Tensor) -> Tensor:
-        """As :meth:`Wholes.output`."""
-        return self._layout.whole(part, -1)
-
-    def gradients(self, *parts: Tensor | None) -> list[Tensor | None]:
-        """As :meth:`Wholes.gradients`."""
-        return [None if part is None else self._layout.whole(part, index) for index, part in enumerate(parts)]
 
 
 def is_distributed(*tensors: Tensor | FusedInput | None) -> bool:
@@ -262,7 +252,8 @@ def layout_of(
     shards = Shards(of_input, of_weight, of_grad, rank, adds_bias)
     shapes = (x.shape, w.shape, w.shape[:1], torch.Size((*x.shape[:-1], w.shape[0])))
     placements = [tuple([gradients[i] for gradients in grads]) for i in range(3)]
-    return Layout(mesh, shards, shapes, (*placements, tuple(outputs)))
+    of_grad = tuple([Replicate() if placement.is_partial() else placement for placement in outputs])
+    return Layout(mesh, shards, shapes, (*placements, tuple(outputs)), of_grad)
 
 
 def _on_one_mesh(inp: Tensor, weight: Tensor, bias: Tensor | None, name: str) -> tuple[Any, Any, Any]:

@@ -7,7 +7,6 @@ from torch import Tensor
 from fp4engine import ops
 from fp4engine.functional import LinearPlan
 from fp4engine.functional.shards import Shards
-from fp4engine.modules.sharded import is_distributed, sharing_groups
 from fp4engine.private import constant_when_traced
 
 
@@ -19,7 +18,7 @@ class SharedWeight(NamedTuple):
         plan: the layer's plan.
         group: the ``amax_reduction_group`` of the autocast region, or None.
         groups: all process groups over which the amaxes are shared.
-        found_for: the plan, and the names of the groups, see :func:`amaxes_needed`.
+        found_for: the plan, and the names of the groups, see :func:`found_for`.
     """
 
     weight: Any
@@ -35,7 +34,7 @@ class WeightAmaxes(NamedTuple):
     Attributes:
         amaxes: FP32 [2, AMAX_STRIDE], the first of each row being the outer amax of a side; the same on all ranks.
         weight: whose amaxes these are. A forward with another weight, put in the place of this one, finds its own.
-        found_for: the plan, and the names of the groups, see :func:`amaxes_needed`.
+        found_for: the plan, and the names of the groups, see :func:`found_for`.
     """
 
     amaxes: Tensor
@@ -43,30 +42,14 @@ class WeightAmaxes(NamedTuple):
     found_for: str
 
 
-def shared_weight(weight: Any, plan: LinearPlan | None, group: Any, known: SharedWeight | None) -> SharedWeight | None:
-    """``weight``, if ranks share its amaxes in a forward by ``plan``, and all in one way; else None.
-
-    Args:
-        group: the ``amax_reduction_group`` of the autocast region, or None.
-        known: what this returned last time, which is returned again while it holds.
-    """
-    if known is not None and known.weight is weight and known.plan is plan and known.group is group:
-        return known
-    if plan is None or not plan.shares_amaxes or not is_distributed(weight):
-        return None
-    groups = (*sharing_groups(weight), *(() if group is None else (group,)))
-    return SharedWeight(weight, plan, group, groups, _found_for(plan.key, ops.names_of(groups))) if groups else None
-
-
 def amaxes_needed(shards: Shards, plan: LinearPlan) -> str:
     """The :attr:`WeightAmaxes.found_for` of the weight in ``shards``; empty if no other rank shares its amaxes."""
-    if not plan.shares_amaxes or not shards.weight.groups:
-        return ""
-    return _found_for(plan.key, ops.names_of(tuple([group for group, _ in shards.weight.groups])))
+    groups = tuple([group for group, _ in shards.weight.groups])
+    return found_for(plan.key, ops.names_of(groups)) if plan.shares_amaxes and groups else ""
 
 
 @constant_when_traced
-def _found_for(plan: str, groups: str) -> str:
+def found_for(plan: str, groups: str) -> str:
     """A key for the amaxes of a weight: the plan's key, and the names of the groups over which they are found."""
     return " ".join([plan, *sorted(groups.split(" "))])
 
