@@ -34,8 +34,8 @@ from fp4engine.modules.adoption import (
     to_linear,
 )
 from fp4engine.modules.identity import forget_root, identify, require_rules, seen_names
+from fp4engine.modules.linear import own_attributes, own_forward
 from fp4engine.modules.plans import require_own_recipe
-from fp4engine.modules.swap import own_attributes, own_forward
 from fp4engine.modules.torch_attention import TorchMultiheadAttention
 from fp4engine.names import covers
 from fp4engine.quantizers.base import FLOATS

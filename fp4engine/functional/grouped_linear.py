@@ -1,21 +1,25 @@
-"""Many linear transformations of one size, each for its own rows; the counts of rows never leave the device.
+"""Many linear transformations of one size, each for its own rows, whose counts need not leave the device.
 
     y_e = x_e W_e^T + b_e      x = [x_0; x_1; ...; rows of no expert]
 
-A loop of :func:`~fp4engine.functional.linear` over the slices x_e gives the same bytes. The number of kernels grows
-with the number of experts only where weights are quantized.
+A loop of :func:`~fp4engine.functional.linear` over the slices x_e (:func:`grouped`) gives the same bytes, but its
+counts (``m_splits``) are known to the host. The number of kernels grows with the number of experts only where weights
+are quantized.
 
 Legend: M rows in all, G experts, K in_features, N out_features.
 """
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fp4engine import ops
+from fp4engine.arguments import require_dense
 from fp4engine.functional import program
 from fp4engine.functional.call import Call
 from fp4engine.functional.eager import Eager, Operands
@@ -255,3 +259,60 @@ def _record(calls: Sequence[Call], products: int, *names: GemmName) -> None:
     """Count one product per expert, each with an equal share, since the host does not know the rows of an expert."""
     for call in calls:
         call.record(2 * products // len(calls), *names)
+
+
+def require_counts(m_splits: Tensor, groups: int) -> None:
+    """Raise a ValueError unless ``m_splits`` is a vector of ``groups`` integers, whose values are not read."""
+    is_integral = not (m_splits.is_floating_point() or m_splits.is_complex() or m_splits.dtype == torch.bool)
+    if m_splits.ndim != 1 or len(m_splits) != groups or not is_integral:
+        raise ValueError(
+            f"m_splits must be a vector of {groups} integers, got {m_splits.dtype} of shape {tuple(m_splits.shape)}"
+        )
+
+
+def split_sizes(m_splits: Sequence[int] | Tensor, groups: int, rows: int) -> list[int]:
+    """``m_splits`` as a list of ints; a tensor is copied to the host, which waits for a device once.
+
+    Raises:
+        ValueError: not ``groups`` non-negative integers that add up to ``rows``.
+    """
+    if isinstance(m_splits, Tensor):
+        require_counts(m_splits, groups)
+        if m_splits.is_meta:
+            raise ValueError("m_splits must have values, got a tensor on 'meta'")
+        sizes: list[int] = m_splits.tolist()
+    else:
+        are_counts = isinstance(m_splits, Sequence) and not any(isinstance(size, bool) for size in m_splits)
+        if not are_counts or not all(hasattr(size, "__index__") for size in m_splits):
+            raise ValueError(f"m_splits must be a sequence of {groups} integers, or a tensor of them, got {m_splits!r}")
+        sizes = [operator.index(size) for size in m_splits]
+    if len(sizes) != groups or min(sizes, default=0) < 0 or sum(sizes) != rows:
+        raise ValueError(
+            f"m_splits must be {groups} non-negative counts that add up to the {rows} rows of the input, got {sizes}"
+        )
+    return sizes
+
+
+def grouped(inp: Tensor, m_splits: Sequence[int] | Tensor, transforms: Sequence[Callable[[Tensor], Tensor]]) -> Tensor:
+    """``cat(transforms[i](inp_i))`` over the consecutive slices ``inp_i`` of ``m_splits[i]`` rows.
+
+    Args:
+        inp: [..., K], seen as [M, K].
+        m_splits: rows of each slice; zeros anywhere. Every transform runs, so that a slice without rows still
+            gives its weight a gradient, of zeros.
+
+    Returns:
+        [..., N].
+
+    Raises:
+        ValueError: ``inp`` is no dense tensor of at least one dimension, or ``m_splits`` are not its rows.
+    """
+    if not isinstance(inp, Tensor) or inp.ndim == 0:
+        got = "a scalar tensor" if isinstance(inp, Tensor) else type(inp).__name__
+        raise ValueError(f"the input must be a tensor of at least one dimension, got {got}")
+    require_dense("the input", inp)
+    matrix = inp.reshape(prod(inp.shape[:-1]), inp.shape[-1])
+    slices = matrix.split(split_sizes(m_splits, len(transforms), matrix.shape[0]))
+    outputs = [transform(rows) for transform, rows in zip(transforms, slices, strict=True)]
+    output = torch.cat(outputs)
+    return output.view(*inp.shape[:-1], output.shape[-1])

@@ -1,15 +1,24 @@
-"""Products by a parameter of another module, where it stays and keeps its name."""
+"""Products by a parameter of another module, where it stays and keeps its name.
 
-from collections.abc import Sequence
+While a layer runs whose parameter of three dimensions PEFT adapts (``target_parameters``), PEFT parametrizes it as
+``W + s A B``. A product by that sum would cast the adapter to FP4 with the weight, so here W is multiplied by itself,
+and the adapter in high precision.
+
+Legend: G experts, N out_features, K in_features, R rank.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
-from fp4engine.functional.grouped_loop import grouped
+from fp4engine.functional.grouped_linear import grouped
 from fp4engine.modules.gemms import Gemms
 from fp4engine.modules.grouped_linear import GroupedLinear
-from fp4engine.modules.parameter_adapters import adapters, original
 from fp4engine.modules.quantized_weight import QuantizedWeight
 
 
@@ -84,7 +93,7 @@ class BorrowedGroupedLinear(GroupedLinear):
 
     @property
     def weights(self) -> list[Tensor]:
-        stacked = original(self.owner, self.parameter)
+        stacked = _original(self.owner, self.parameter)
         if isinstance(stacked, QuantizedWeight):
             return [*stacked.matrices()]
         return list((stacked.transpose(1, 2) if self.transposed else stacked).unbind())
@@ -99,7 +108,7 @@ class BorrowedGroupedLinear(GroupedLinear):
         """As :class:`~fp4engine.GroupedLinear`, plus what PEFT's adapters on the parameter give, in high precision."""
         output = super().forward(inp, m_splits, is_first_microbatch)
         assert isinstance(output, Tensor)
-        for adapter in adapters(self.owner, self.parameter, self.transposed):
+        for adapter in _adapters(self.owner, self.parameter, self.transposed):
             output = output + grouped(inp, m_splits, adapter)
         return output
 
@@ -108,3 +117,38 @@ def _parameters(owner: torch.nn.Module, *names: str | None) -> list[Parameter]:
     """The parameters of ``owner`` with these names, as far as there are any."""
     found = [owner._parameters.get(name) for name in names if name is not None]
     return [parameter for parameter in found if parameter is not None]
+
+
+def _original(owner: torch.nn.Module, name: str) -> Tensor:
+    """``owner``'s parameter ``name`` without PEFT's adapters; other parametrizations stay in effect."""
+    chain = _chain(owner, name)
+    return getattr(owner, name) if chain is None else chain.original
+
+
+def _adapters(owner: torch.nn.Module, name: str, transposed: bool) -> Iterator[Sequence[Callable[[Tensor], Tensor]]]:
+    """For each adapter on ``owner``'s parameter, what it adds to the product of each expert: [M, K] -> [M, N].
+
+    Args:
+        transposed: the parameter is [G, K, N], and not [G, N, K].
+    """
+    for proxy in _chain(owner, name) or ():
+        if hasattr(proxy, "delta_weight"):
+            delta = proxy.delta_weight.mT if transposed else proxy.delta_weight
+            yield [partial(F.linear, weight=weight) for weight in delta.unbind()]
+        else:
+            down, up = (proxy.lhs, proxy.rhs) if transposed else (proxy.rhs.mT, proxy.lhs.mT)
+            yield [partial(_low_rank, down=d, up=u, scaling=proxy.scaling) for d, u in zip(down, up, strict=True)]
+
+
+def _low_rank(inp: Tensor, down: Tensor, up: Tensor, scaling: float) -> Tensor:
+    """[M, K] by [K, R] and [R, N]."""
+    return (inp @ down) @ up * scaling
+
+
+def _chain(owner: torch.nn.Module, name: str) -> Any:
+    """The parametrizations of the parameter where all of them are PEFT's; else None."""
+    lists: Any = getattr(owner, "parametrizations", None)
+    if lists is None or name not in lists:
+        return None
+    chain = lists[name]
+    return chain if all(type(proxy).__module__.partition(".")[0] == "peft" for proxy in chain) else None

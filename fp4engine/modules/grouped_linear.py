@@ -10,8 +10,7 @@ from torch.nn import Parameter
 
 from fp4engine import ops
 from fp4engine.arguments import require_bools, require_integer
-from fp4engine.functional.grouped_linear import grouped_linear, grouped_refusal
-from fp4engine.functional.grouped_loop import grouped, require_counts
+from fp4engine.functional.grouped_linear import grouped, grouped_linear, grouped_refusal, require_counts
 from fp4engine.modules.gemms import Gemms
 from fp4engine.modules.inputs import cast_by_autocast, unusable_devices
 from fp4engine.modules.model_init import store_weight

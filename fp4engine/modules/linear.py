@@ -16,7 +16,6 @@ from fp4engine.modules.model_init import store_weight
 from fp4engine.modules.quantized_weight import initialize
 from fp4engine.modules.recompute import computed
 from fp4engine.modules.sharded import fsdp_module, is_distributed
-from fp4engine.modules.swap import own_attributes, own_forward
 from fp4engine.modules.te_arguments import refuse_unimplemented, te_place, warn_of_third
 from fp4engine.recipe import Recipe
 
@@ -180,3 +179,32 @@ def _gathered(model: torch.nn.Module) -> set[torch.nn.Module]:
         if isinstance(module, of_fsdp2) or is_distributed(*module.parameters(recurse=False))
         for below in module.modules()
     }
+
+
+def own_forward(module: torch.nn.Linear) -> str:
+    """Why ``module`` does not compute what its class says; empty if it does."""
+    if type(module).forward is not torch.nn.Linear.forward:
+        return f"{type(module).__name__} has a forward of its own"
+    if "forward" in vars(module):
+        return "its forward was replaced on the object; convert before wrapping"
+    return ""
+
+
+def own_attributes(module: torch.nn.Linear) -> str:
+    """What the class of ``module`` and its bases have beside ``nn.Linear``; empty if nothing.
+
+    Left out are a constructor, which has run, and what ``fully_shard`` gives to a class, whose work is done by hooks.
+    """
+    kind, of_fsdp2 = type(module), fsdp_module()
+    bases = [base for base in kind.__mro__ if base not in torch.nn.Linear.__mro__ and not issubclass(base, of_fsdp2)]
+    lost = [name for base in bases for name in vars(base) if name not in vars(_Constructed)]
+    return f"{kind.__name__} has {lost[0]!r} of its own, which a swap would lose" if lost else ""
+
+
+class _Constructed:
+    """What a class has that says nothing but how its objects are made."""
+
+    size: int
+
+    def __init__(self) -> None:
+        self.size = 0

@@ -1,11 +1,9 @@
 """From a tensor to its operands."""
 
-from fp4engine.quantizers.base import Quantizer
-from fp4engine.quantizers.factory import make_quantizer
+from fp4engine.quantizers.base import IdentityQuantizer, Quantizer
+from fp4engine.quantizers.factory import make_quantizer, reference_quantizer
 from fp4engine.quantizers.hybrid import HybridQuantizer
-from fp4engine.quantizers.identity import IdentityQuantizer
 from fp4engine.quantizers.nvfp4 import NVFP4Quantizer
-from fp4engine.quantizers.reference import reference_quantizer
 
 __all__ = [
     "HybridQuantizer",

@@ -253,3 +253,13 @@ def as_matrix(x: Tensor, name: str = "x") -> Tensor:
     if rank == 2:
         return x
     return x[None] if rank == 1 else x.flatten(0, -2)
+
+
+@dataclass(frozen=True)
+class IdentityQuantizer(Quantizer):
+    """Leaves both operands unquantized; a GEMM of two such operands is ``torch.nn.functional.linear`` bit for bit."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rowwise_spec is not None or self.columnwise_spec is not None:
+            raise ValueError("IdentityQuantizer takes no specs; use Quantizer(rowwise_spec=...) to cast one side")

@@ -49,3 +49,12 @@ def _ask_factory(recipe: CustomRecipe, role: QuantizerRole) -> Quantizer:
             f"qfactory must return a Quantizer for {role}, got {quantizer!r}; IdentityQuantizer() is high precision"
         )
     return quantizer
+
+
+def reference_quantizer(recipe: Recipe, role: QuantizerRole) -> Quantizer:
+    """What ``recipe`` prescribes for ``role``, always computed by :mod:`fp4engine.reference`.
+
+    ``CustomRecipe(qfactory=partial(reference_quantizer, recipe))`` runs a module on the oracle through the public
+    door; its bytes equal the bytes of ``recipe`` itself.
+    """
+    return make_quantizer(recipe, role).with_backend("reference")

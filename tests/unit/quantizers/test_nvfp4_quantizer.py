@@ -8,8 +8,7 @@ import torch
 from fp4engine import IdentityQuantizer, NVFP4Quantizer, Quantizer, manual_seed
 from fp4engine.constants import SR_GUARD
 from fp4engine.formats import E4M3, CastSpec, Outer, Rotation, RoundingMode, ScaleRule, Signs, fp8_block
-from fp4engine.quantizers import make_quantizer
-from fp4engine.quantizers.reference import reference_quantizer
+from fp4engine.quantizers import make_quantizer, reference_quantizer
 from fp4engine.recipe import CustomRecipe, DelayedScaling
 from fp4engine.roles import QuantizerRole
 from fp4engine.testing import assert_codes_bitwise
