@@ -4,7 +4,6 @@ Whatever a launch depends on is in the key by which it is looked up: the functio
 caches bounded.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import lru_cache, partial
@@ -17,7 +16,7 @@ from torch import Tensor
 from fp4engine import ops
 from fp4engine.constants import ALIGNMENT, MOST_QUESTIONS
 from fp4engine.functional.call import Call
-from fp4engine.functional.fused import Fused, NotCovered
+from fp4engine.functional.fused import Fused, NotCovered, contiguous, matrix_at
 from fp4engine.functional.plan import LinearPlan
 from fp4engine.functional.program import CastWeight, Dtypes, LaterProduct, Needs, Request, accumulate, backward, forward
 from fp4engine.functional.record import Layout, Slot, replaced, restored, saved
@@ -145,11 +144,11 @@ def _compiling_backward(
     plan, needs = call.plan, call.needs._replace(bgrad=bias is not None and bias.requires_grad)
     if call.shards is not None or plan.is_stateful or not (needs.dgrad or needs.wgrad):
         return None
-    made = [_contiguous(*output) for output in direction.launch.outputs]
+    made = [contiguous(*output) for output in direction.launch.outputs]
     kept = (*made[1:], *[told[position] for position in direction.inputs], *_told(kept_before))
     names, expected = ("grad", *("kept",) * len(kept)), (made[0], *kept)
     if plan.draws_in_backward:
-        names, expected = (*names, "state"), (*expected, _contiguous((2,), torch.int64))
+        names, expected = (*names, "state"), (*expected, contiguous((2,), torch.int64))
     if needs.wgrad and (out := call.wgrad_out) is not None:
         names, expected = (*names, "main_grad"), (*expected, *_told([out]))
     later, setting = call.wgrad_is_later, _setting(call, "backward")
@@ -161,11 +160,6 @@ def _compiling_backward(
             backward.launch.compile(expected)
 
     return compile_backward
-
-
-def _contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> TensorMeta:
-    """The metadata of a tensor that is allocated."""
-    return TensorMeta(shape, tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape))), dtype, True)
 
 
 def run_backward(
@@ -436,9 +430,7 @@ def _reader(b: Fused, first: int) -> Callable[[Slot], Matrix | None]:
         if slot.start is None:
             return whole.transposed if slot.turned else whole
         assert slot.dtype is not None
-        place = b.builder.part(whole.place, slot.start, slot.shape, slot.dtype)
-        strides = (1,) if len(slot.shape) == 1 else (slot.shape[1], 1)
-        return Matrix(place, TensorMeta(slot.shape, strides, slot.dtype, True))
+        return matrix_at(b.builder.part(whole.place, slot.start, slot.shape, slot.dtype), slot.shape, slot.dtype)
 
     return read
 

@@ -5,6 +5,7 @@ What kernels do not compute, such as a product of PyTorch's, is a step of the ho
 a tensor, :class:`NotCovered` says so, and :class:`~fp4engine.functional.eager.Eager` computes the layer.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -18,7 +19,19 @@ from fp4engine.formats import CastSpec
 from fp4engine.functional.eager import Eager
 from fp4engine.functional.plan import LinearPlan
 from fp4engine.functional.program import Request
+from fp4engine.kernels import through_cast, tiles
+from fp4engine.kernels.amax import add_fold
+from fp4engine.kernels.block_decode import add_block_decode
+from fp4engine.kernels.casts import Wanted, add_casts
+from fp4engine.kernels.checksum import add_comparison
+from fp4engine.kernels.column_sums import add_column_sums
+from fp4engine.kernels.dequantize import Codes, add_decode, add_decode_tiles, add_dequantize
+from fp4engine.kernels.draw import add_draw, add_place
+from fp4engine.kernels.factor import add_factor
+from fp4engine.kernels.gemm import add_gemm
 from fp4engine.kernels.launch import LaunchBuilder, Matrix, Place, TensorMeta
+from fp4engine.kernels.load import Prologue, Reading
+from fp4engine.kernels.norm import add_row_statistics
 from fp4engine.ops import Operand, SquareOperand, TiledOperand, gemm_fp8
 from fp4engine.ops.cast import casts_supported, decode_supported
 from fp4engine.ops.checksum import Seal
@@ -85,15 +98,10 @@ class Fused:
 
     def source(self, function: Any, x: Matrix, gamma: Matrix | None, beta: Matrix | None, dtype: torch.dtype) -> Any:
         """How kernels read the norm or activation ``function`` of x, rounded to ``dtype``; and the rows' statistics."""
-        from fp4engine.kernels.load import Prologue, Reading
-        from fp4engine.kernels.norm import add_row_statistics
-
         statistics = None
         if gamma is not None:
-            statistics = Matrix(
-                add_row_statistics(self.builder, x, function.eps, function.has_bias),
-                TensorMeta((2, x.shape[0]), (x.shape[0], 1), torch.float32, True),
-            )
+            found = add_row_statistics(self.builder, x, function.eps, function.has_bias)
+            statistics = matrix_at(found, (2, x.shape[0]), torch.float32)
             self.apart.add(statistics.place)
             self.paths.append("row_statistics/triton")
         vectors = [None if vector is None else vector.place for vector in (statistics, gamma, beta)]
@@ -106,8 +114,6 @@ class Fused:
         return matrix.transposed
 
     def draw(self, direction: ops.Direction, after: Matrix | None = None) -> Place:
-        from fp4engine.kernels.draw import add_draw
-
         assert self.state is not None
         if not self.replays:
             return add_draw(self.builder, self.state, 1)
@@ -118,14 +124,10 @@ class Fused:
         return [self._cast(request) for request in requests]
 
     def _cast(self, request: Request) -> tuple[Placed, Placed]:
-        from fp4engine.kernels.casts import Wanted, add_casts
-        from fp4engine.kernels.draw import add_place
-        from fp4engine.kernels.load import Reading
-
         role, quantizer, tensor, rowwise, columnwise, rng, in_codes = request
         sides: tuple[bool, bool] = rowwise, columnwise
         reading = Reading(tensor.meta, None, tensor.place) if isinstance(tensor, Matrix) else tensor
-        specs = [spec if on else None for on, spec in zip(sides, _specs(quantizer), strict=True)]
+        specs = [quantizer.rowwise_spec if rowwise else None, quantizer.columnwise_spec if columnwise else None]
         keys = ["" if spec is None else spec.key for spec in specs]
         if reading.dtype not in FLOATS or not casts_supported(keys[0], keys[1], reading.dtype)[0]:
             raise NotCovered
@@ -159,8 +161,6 @@ class Fused:
 
     def _own(self, amax: Matrix) -> Matrix:
         """A copy of an amax that was given, so that it is kept with the codes."""
-        from fp4engine.kernels.amax import add_fold
-
         if amax.shape != (1,):
             raise NotCovered
         own = Matrix(self.builder.buffer((1,), torch.float32), amax.meta)
@@ -168,8 +168,6 @@ class Fused:
         return own
 
     def compare(self, x: Matrix, seal: Any) -> None:
-        from fp4engine.kernels.checksum import add_comparison
-
         first, broken, spoiled = seal
         if len(first.shape):
             add_comparison(self.builder, x.place, x.meta, first.place, broken.place, spoiled)
@@ -181,28 +179,25 @@ class Fused:
         self._on_host(compare, (x, first, broken, *spoiled))
 
     def recall(self, quantizer: Quantizer, kept: Any, columnwise: bool) -> Placed:
-        from fp4engine.kernels.dequantize import add_decode_tiles
-        from fp4engine.kernels.tiles import Tiles, add_spread, add_transposed, supports
-
         is_square, is_tiled = isinstance(kept, SquareOperand), isinstance(kept, TiledOperand)
         stored: Placed = kept.operand if is_square else kept
         if not is_tiled and not (is_square and columnwise):
             return stored
         spec: CastSpec = stored.spec
-        if not (supports(spec)[0] and decode_supported(spec.key)[0]):
+        if not (tiles.supports(spec)[0] and decode_supported(spec.key)[0]):
             raise NotCovered
         self.paths.append("spread_tiles/triton")
         if is_square:
             _, rows, cols, data, scale_inv, amax = stored
-            transposed = add_transposed(self.builder, data.place, scale_inv.place, spec, rows, cols)
+            transposed = tiles.add_transposed(self.builder, data.place, scale_inv.place, spec, rows, cols)
             return _operand(spec, cols, rows, *transposed, amax)
         _, rows, cols, parts, packed = stored
-        tiles = Tiles(packed.place, spec, rows, cols, parts)
-        amax = Matrix(tiles.amax(self.builder), TensorMeta((1,), (1,), torch.float32, True))
+        tiled = tiles.Tiles(packed.place, spec, rows, cols, parts)
+        amax = matrix_at(tiled.amax(self.builder), (1,), torch.float32)
         if columnwise:
-            return _operand(spec, cols, rows, *add_spread(self.builder, tiles, transposed=True), amax)
+            return _operand(spec, cols, rows, *tiles.add_spread(self.builder, tiled, transposed=True), amax)
         values = self.builder.matrix((rows, spec.padded_cols(cols)), torch.bfloat16)
-        add_decode_tiles(self.builder, tiles, values.place)
+        add_decode_tiles(self.builder, tiled, values.place)
         return _operand(spec, rows, cols, values, None, amax)
 
     def in_dtype(self, operand: Placed, dtype: torch.dtype) -> Placed:
@@ -211,9 +206,6 @@ class Fused:
         return operand
 
     def decode(self, operand: Placed, dtype: torch.dtype, backend: str) -> Matrix:
-        from fp4engine.kernels.block_decode import add_block_decode
-        from fp4engine.kernels.dequantize import add_dequantize
-
         spec, _, cols, data, scale_inv, amax = operand
         if spec is None and data.dtype == dtype:
             return data
@@ -226,13 +218,12 @@ class Fused:
         return add_block_decode(self.builder, data, scale_inv.place, amax.place, spec, width, dtype)
 
     def within(self, tensor: Matrix, operand: Placed) -> Matrix:
-        from fp4engine.kernels.through_cast import add_within, supports
-
         spec, *_, scale_inv, amax = operand
-        if not isinstance(tensor, Matrix) or scale_inv is None or not supports(operand.key, tensor.dtype)[0]:
+        is_covered = isinstance(tensor, Matrix) and through_cast.supports(operand.key, tensor.dtype)[0]
+        if scale_inv is None or not is_covered:
             raise NotCovered
         self.paths.append("within_range/triton")
-        return add_within(self.builder, tensor, scale_inv.place, amax.place, spec)
+        return through_cast.add_within(self.builder, tensor, scale_inv.place, amax.place, spec)
 
     def product(
         self,
@@ -243,8 +234,6 @@ class Fused:
         bias: Matrix | None = None,
         out: Matrix | None = None,
     ) -> Matrix:
-        from fp4engine.kernels.gemm import add_gemm
-
         plan, m, n, keys = self.plan, left.rows, right.rows, (left.key, right.key)
         auto, are_codes = plan.backend in ("auto", "native"), left.scale_inv is not None and right.scale_inv is not None
         by_fp8 = auto and all(keys) and gemm_fp8.supports(*keys, self.device)[0]
@@ -272,11 +261,9 @@ class Fused:
 
     def _fp8(self, fast: bool, left: Placed, right: Placed, dtype: torch.dtype, bias: Matrix | None) -> Matrix:
         """A product of PyTorch's of codes with one scale per tensor."""
-        from fp4engine.kernels.factor import add_factor
-
         numerator = left.spec.numerator * right.spec.numerator
-        factors = [Matrix(place, TensorMeta((1, 1), (1, 1), torch.float32, True))
-                   for place in add_factor(self.builder, left.amax.place, right.amax.place, numerator)]  # fmt: skip
+        made = add_factor(self.builder, left.amax.place, right.amax.place, numerator)
+        factors = [matrix_at(place, (1, 1), torch.float32) for place in made]
         codes = self._fp8_codes(left), self._fp8_codes(right)
         self.paths.append("gemm/fp8")
 
@@ -292,9 +279,6 @@ class Fused:
 
     def _values(self, operand: Placed, dtype: torch.dtype) -> Matrix:
         """What kernels multiply of an operand, in ``dtype``: decoded where it is first read, to be read at once."""
-        from fp4engine.kernels.block_decode import add_block_decode
-        from fp4engine.kernels.dequantize import Codes, add_decode
-
         spec, rows, cols, data, scale_inv, _ = operand
         if scale_inv is None:
             if data.dtype != dtype:
@@ -317,28 +301,25 @@ class Fused:
         dtype: torch.dtype,
         out: Matrix | None = None,
     ) -> Matrix | None:
-        from fp4engine.kernels.through_cast import add_back
-
         if dtype not in FLOATS:
             raise NotCovered
         self.paths.append("clip_and_rotate_back/triton")
         rotation = CastSpec.from_key(rotated).rotation if rotated else None
-        gradient = add_back(self.builder, values, within, rotation, cols, dtype if out is None else torch.float32)
+        wanted = dtype if out is None else torch.float32
+        gradient = through_cast.add_back(self.builder, values, within, rotation, cols, wanted)
         if out is None:
             return gradient
         self._on_host(Tensor.add_, (out, gradient))
         return None
 
     def column_sum(self, grad_output: Matrix, dtype: torch.dtype) -> Matrix:
-        from fp4engine.kernels.column_sums import add_column_sums
-
         cols = grad_output.shape[1]
         if not self.plan.sums_in_order or grad_output.meta.strides[1] != 1 or dtype not in FLOATS:
             summed = partial(self._eager.column_sum, dtype=dtype)
             return self._on_host(summed, (grad_output,), (cols,), dtype)
         out = self.builder.buffer((cols,), dtype)
         add_column_sums(self.builder, grad_output, out)
-        return Matrix(out, TensorMeta((cols,), (1,), dtype, True))
+        return matrix_at(out, (cols,), dtype)
 
     def _on_host(
         self,
@@ -374,12 +355,17 @@ class Fused:
         run: Callable[..., Tensor] = lambda *tensors: function(*[read(tensors) for read in readers]).contiguous()
         (made,) = self.builder.host_step(run, reads, (shape, dtype))
         self.apart.add(made)
-        strides = (1,) if len(shape) == 1 else (shape[1], 1)
-        return Matrix(made, TensorMeta(shape, strides, dtype, True))
+        return matrix_at(made, shape, dtype)
 
 
-def _specs(quantizer: Quantizer) -> tuple[CastSpec | None, CastSpec | None]:
-    return quantizer.rowwise_spec, quantizer.columnwise_spec
+def contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> TensorMeta:
+    """The metadata of a tensor that is allocated."""
+    return TensorMeta(shape, tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape))), dtype, True)
+
+
+def matrix_at(place: Place, shape: tuple[int, ...], dtype: torch.dtype) -> Matrix:
+    """The contiguous matrix, or vector, that lies at ``place``."""
+    return Matrix(place, contiguous(shape, dtype))
 
 
 _operand: Callable[..., Placed] = Operand

@@ -4,8 +4,8 @@ import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
-from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -24,19 +24,6 @@ Make = Callable[[], Operands]
 """Quantizes the weight."""
 
 
-class _Made(NamedTuple):
-    """Operands of one weight.
-
-    Attributes:
-        operands, for_dgrad: what was made, and whether it was made for a backward pass too.
-        seal: what a device compares the weight with at each use; None where the host has compared.
-    """
-
-    operands: Operands
-    for_dgrad: bool
-    seal: Seal | None
-
-
 class _Kept:
     """What a cache knows of one weight.
 
@@ -44,18 +31,22 @@ class _Kept:
         storage: refers to the weight's storage weakly.
         key: version and layout of the weight, and the plan.
         digest: what the bytes of the weight came to.
-        made: None while the operands are made.
+        operands: None while they are made; then the others are valid too, and none changes.
+        for_dgrad: whether they were made for a backward pass too.
+        seal: what a device compares the weight with at each use; None where the host has compared.
     """
 
     def __init__(self, storage: "weakref.ref[UntypedStorage]", key: tuple[Any, ...], digest: int | Tensor) -> None:
         self.storage, self.key, self.digest = storage, key, digest
-        self.made: _Made | None = None
+        self.operands: Operands | None = None
+        self.for_dgrad = False
+        self.seal: Seal | None = None
 
     def has(self, weight: Tensor, storage: UntypedStorage, key: tuple[Any, ...], needs_dgrad: bool) -> bool:
         """Whether the kept operands were made of the present bytes of ``weight``, as far as the host knows."""
-        if self.made is None or self.made.for_dgrad < needs_dgrad or self.storage() is not storage or self.key != key:
+        if self.operands is None or self.for_dgrad < needs_dgrad or self.storage() is not storage or self.key != key:
             return False
-        return self.made.seal is not None or bool(digest(weight) == self.digest)
+        return self.seal is not None or bool(digest(weight) == self.digest)
 
 
 class WeightCache:
@@ -94,13 +85,8 @@ class WeightCache:
 
     def _replace(self, kept: _Kept | None) -> None:
         before, self._kept, self.flat = self._kept, kept, None
-        if before is not None and before.made is not None and before.made.seal is not None:
-            self._flags.append(before.made.seal.broken)
-
-    @property
-    def has_flags(self) -> bool:
-        """Whether a device has made comparisons for entries that are gone, and nobody has looked at them."""
-        return bool(self._flags)
+        if before is not None and before.seal is not None:
+            self._flags.append(before.seal.broken)
 
     def take_flags(self) -> list[Tensor]:
         """What :func:`require_sealed` has to look at; the cache then begins anew."""
@@ -120,7 +106,9 @@ class WeightCache:
         quantizer = plan.weight
         changes = quantizer.draws_in_forward or quantizer.is_stateful or not quantizer.only_casts
         storage, layout = _memory(weight)
-        if changes or storage is None or weight.is_inference() or _is_captured(weight):
+        # Replays of a CUDA graph come when nobody asks a cache, and find its memory given away.
+        is_captured = weight.is_cuda and torch.cuda.is_current_stream_capturing()
+        if changes or storage is None or weight.is_inference() or is_captured:
             return make(), None  # a weight that was made in inference mode has no version counter
         key, kept = (weight._version, layout, plan), self._kept
         if kept is None or not kept.has(weight, storage, key, needs_dgrad):
@@ -128,19 +116,24 @@ class WeightCache:
             kept = _Kept(gone, key, digest(weight))
             self._replace(kept)  # before the operands are made: what clears the cache meanwhile clears them too
             operands = make()
-            kept.made = _Made(operands, needs_dgrad, _seal(kept.digest, operands, weight))
-        assert kept.made is not None
-        operands, for_dgrad, seal = kept.made
-        return operands if for_dgrad == needs_dgrad else (operands[0], None), seal
+            kept.for_dgrad, kept.seal = needs_dgrad, _seal(kept.digest, operands, weight)
+            kept.operands = operands
+        assert kept.operands is not None
+        return kept.operands if kept.for_dgrad == needs_dgrad else (kept.operands[0], None), kept.seal
+
+    def begin_microbatches(self) -> None:
+        """Quantize the weight anew at the next use, as a first microbatch begins.
+
+        Raises:
+            RuntimeError: as :func:`require_sealed`, of all layers whose microbatches no optimizer's step has ended.
+        """
+        self.clear()
+        if self._flags:  # of entries that are gone, and nobody has looked at them
+            _clear_microbatches()
 
     def tiles(self, weight: Tensor) -> TiledOperand | None:
         """``weight`` as codes with one scale per tile, if it is stored so; every call makes operands from them."""
         return None
-
-
-def _is_captured(weight: Tensor) -> bool:
-    """Whether a CUDA graph is captured. Its replays come when nobody asks a cache, and find its memory given away."""
-    return weight.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _seal(first: int | Tensor, operands: Operands, weight: Tensor) -> Seal | None:
@@ -196,40 +189,26 @@ def require_sealed(caches: Iterable[WeightCache]) -> None:
         )
 
 
-_told: weakref.WeakSet[WeightCache] = weakref.WeakSet()
+_of_microbatches: weakref.WeakSet[WeightCache] = weakref.WeakSet()
 _lock = threading.Lock()
-"""Held while a cache is added to ``_told``, and while the caches in it are cleared."""
+"""Held while a cache is added to ``_of_microbatches``, and while these are listed."""
 
 
 def microbatch_cache(label: str = "") -> WeightCache:
     """A cache without a scope, for ``is_first_microbatch``; every optimizer step clears it as long as it exists."""
     cache = WeightCache(label)
     with _lock:
-        _told_for_good()
-        _told.add(cache)
+        _of_microbatches.add(cache)
     return cache
 
 
-@lru_cache(maxsize=1)
-def _told_for_good() -> None:
-    hear_steps(_clear_told)
-
-
-def _clear_told(*_: object) -> None:
+def _clear_microbatches(*_: object) -> None:
     with _lock:
-        caches = list(_told)
+        caches = list(_of_microbatches)
     require_sealed(caches)
 
 
-def begin_microbatches(cache: WeightCache) -> None:
-    """Let ``cache`` quantize its weight anew, as a first microbatch begins.
-
-    Raises:
-        RuntimeError: as :func:`require_sealed`, of all layers whose microbatches no optimizer's step has ended.
-    """
-    cache.clear()
-    if cache.has_flags:
-        _clear_told()
+hear_steps(_clear_microbatches)
 
 
 @contextmanager

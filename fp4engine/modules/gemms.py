@@ -15,7 +15,7 @@ from fp4engine.functional.fused_input import FusedInput
 from fp4engine.functional.grouped_linear import Expert
 from fp4engine.functional.main_grad import MainGrad, require_main_grad
 from fp4engine.functional.shards import Shards
-from fp4engine.functional.weight_cache import begin_microbatches, microbatch_cache
+from fp4engine.functional.weight_cache import microbatch_cache
 from fp4engine.modules.inputs import cast_by_autocast, unusable_devices
 from fp4engine.modules.plans import Planned, Remembering
 from fp4engine.modules.quantized_weight import QuantizedWeight, stored_operands
@@ -334,7 +334,7 @@ class Gemms(Planned):
         if cache is None:
             cache = self._microbatch_cache = microbatch_cache(self._label())
         elif is_first_microbatch:
-            begin_microbatches(cache)
+            cache.begin_microbatches()
         return cache
 
     def _main_grad(self, weight: Tensor, is_first_microbatch: bool | None) -> MainGrad | None:
