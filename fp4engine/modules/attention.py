@@ -153,24 +153,15 @@ class MultiheadAttention(torch.nn.Module):
         common: dict[str, Any] = {"bias": bias, "recipe": recipe, **place}
         common["fuse_wgrad_accumulation"] = fuse_wgrad_accumulation
 
+        norm: dict[str, Any] = {"eps": layernorm_epsilon, "normalization": normalization}
+        norm |= {"zero_centered_gamma": zero_centered_gamma, "return_layernorm_output": return_layernorm_output}
+
         def projection(suffix: str, normalized: bool, **rows: int) -> SplitLinear:
-            arguments: dict[str, Any] = {
-                "init_method": init_method,
-                "parameters_split": None if fuse_qkv_params else rows,
-                "name": dotted(name, suffix),
-                **common,
-            }
+            own: dict[str, Any] = {"init_method": init_method, "name": dotted(name, suffix)}
+            own["parameters_split"] = None if fuse_qkv_params else rows
             if not normalized:
-                return self.linear_class(hidden_size, sum(rows.values()), **arguments)
-            return self.layernorm_linear_class(
-                hidden_size,
-                sum(rows.values()),
-                layernorm_epsilon,
-                normalization=normalization,
-                zero_centered_gamma=zero_centered_gamma,
-                return_layernorm_output=return_layernorm_output,
-                **arguments,
-            )
+                return self.linear_class(hidden_size, sum(rows.values()), **own, **common)
+            return self.layernorm_linear_class(hidden_size, sum(rows.values()), **norm, **own, **common)
 
         q, kv = self.head_size * num_attention_heads, self.head_size * groups
         if attention_type == "self":

@@ -210,25 +210,24 @@ class Gemms(Planned):
 
         In eager mode the layout is kept until something that it depends on changes.
         """
-        found = self._weight_amaxes  # read once, since another thread may take them away
-        if torch.compiler.is_dynamo_compiling():
-            layout = layout_of(plan, inp, weight, bias, self._label(), cp_group)
-            x, w, b = layout.parts(inp, weight, bias)
-            assert x is not None and w is not None
-            shards = self._completed(layout.shards, inp, weight, plan, group)
-            if found is not None:
-                shards = with_amaxes(shards, weight, found, amaxes_needed(shards, plan))
-            return layout.output(linear(x, w, b, plan, executed=self.executed, shards=shards))
-        asked = (plan, place_of(inp), place_of(weight), place_of(bias), cp_group, group, self.draws_as)
-        share = self._share  # read once: a thread with another input may replace it meanwhile
+        share = asked = None
+        if not torch.compiler.is_dynamo_compiling():
+            asked = (plan, place_of(inp), place_of(weight), place_of(bias), cp_group, group, self.draws_as)
+            share = self._share  # read once: a thread with another input may replace it meanwhile
         if share is None or share[0] != asked:
             layout = layout_of(plan, inp, weight, bias, self._label(), cp_group)
             shards = self._completed(layout.shards, inp, weight, plan, group)
-            share = self._share = asked, shards, layout, amaxes_needed(shards, plan)
+            share = asked, shards, layout, amaxes_needed(shards, plan)
+            if asked is not None:
+                self._share = share
         _, shards, layout, needed = share
-        if found is not None:
+        if (found := self._weight_amaxes) is not None:  # read once, since another thread may take them away
             shards = with_amaxes(shards, weight, found, needed)
-        return linear(inp, weight, bias, plan, executed=self.executed, shards=shards, wholes=layout)
+        if asked is not None:
+            return linear(inp, weight, bias, plan, executed=self.executed, shards=shards, wholes=layout)
+        x, w, b = layout.parts(inp, weight, bias)
+        assert x is not None and w is not None
+        return layout.output(linear(x, w, b, plan, executed=self.executed, shards=shards))
 
     def shared_weight(self, state: AutocastState | None, known: SharedWeight | None) -> SharedWeight | None:
         """The weight, if ranks share all of its amaxes in one way in a forward under ``state``; else None.

@@ -136,29 +136,18 @@ class TransformerLayer(torch.nn.Module):
             "qkv_format": attn_input_format,
             **common,
         }
-        self.self_attention = self.attention_class(
-            hidden_size,
-            num_attention_heads,
-            attn_mask_type=self_attn_mask_type,
-            window_size=window_size,
-            bottom_right_diagonal=bottom_right_diagonal,
-            input_layernorm=not output_layernorm,
-            name=dotted(name, "self_attention"),
-            **attention,
-        )
+
+        def attention_by(part: str, kind: str, window: Any, diagonal: bool | None, **own: Any) -> Any:
+            mask = {"attn_mask_type": kind, "window_size": window, "bottom_right_diagonal": diagonal}
+            own |= {"name": dotted(name, part), **mask, **attention}
+            return self.attention_class(hidden_size, num_attention_heads, **own)
+
+        mask = self_attn_mask_type, window_size, bottom_right_diagonal
+        self.self_attention = attention_by("self_attention", *mask, input_layernorm=not output_layernorm)
         self.inter_attention = None
         if layer_type == "decoder":
-            self.inter_attention = self.attention_class(
-                hidden_size,
-                num_attention_heads,
-                attn_mask_type=enc_dec_attn_mask_type,
-                window_size=enc_dec_window_size,
-                bottom_right_diagonal=enc_dec_bottom_right_diagonal,
-                input_layernorm=True,
-                attention_type="cross",
-                name=dotted(name, "inter_attention"),
-                **attention,
-            )
+            mask = enc_dec_attn_mask_type, enc_dec_window_size, enc_dec_bottom_right_diagonal
+            self.inter_attention = attention_by("inter_attention", *mask, input_layernorm=True, attention_type="cross")
         self.layernorm_mlp = self.mlp_class(
             hidden_size,
             ffn_hidden_size,
