@@ -53,24 +53,12 @@ def _attention_backward(_: _Shape, query: _Shape, key: _Shape, value: _Shape, *_
     return 2 * math.prod(query[:3]) * key[2] * (3 * query[3] + 2 * value[3])
 
 
-def _convolution_backward(
-    grad: _Shape,
-    inp: _Shape,
-    weight: _Shape,
-    _bias: Any,
-    _stride: Any,
-    _padding: Any,
-    _dilation: Any,
-    transposed: bool,
-    _output_padding: Any,
-    _groups: int,
-    needs: tuple[bool, bool, bool],
-    **_: Any,
-) -> int:
+def _convolution_backward(grad: _Shape, inp: _Shape, weight: _Shape, *others: Any, **_: Any) -> int:
     """As much as forward for each of grad_input and grad_weight: the weight [C, K / groups, ...] meets every place.
 
     Places are counted in the output, or in the input if the convolution is transposed.
     """
+    _bias, _stride, _padding, _dilation, transposed, _output_padding, _groups, needs = others
     places = inp if transposed else grad
     return 2 * places[0] * math.prod(places[2:]) * math.prod(weight) * sum(needs[:2])
 

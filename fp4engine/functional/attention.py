@@ -118,7 +118,8 @@ class AttentionMask:
             ValueError: the distance depends on how many queries are padding, and ``padded`` is None.
         """
         distance = torch.arange(keys, device=device) - torch.arange(queries, device=device)[:, None]
-        if not self._is_bottom_right():
+        is_bottom_right = "bottom_right" in self.kind or self.bottom_right_diagonal is not False
+        if self.kind in ("causal", "padding_causal") or not is_bottom_right:
             return distance
         if "padding" not in self.kind or masked is None or (padded is None and queries == keys):
             return distance - (keys - queries)
@@ -128,11 +129,6 @@ class AttentionMask:
                 f"{keys} keys must be a pair, of the queries and of the keys"
             )
         return distance - ((~masked).sum(-1, keepdim=True) - (~padded).sum(-1, keepdim=True))
-
-    def _is_bottom_right(self) -> bool:
-        if self.kind in ("causal", "padding_causal"):
-            return False
-        return "bottom_right" in self.kind or self.bottom_right_diagonal is not False
 
 
 def attention(

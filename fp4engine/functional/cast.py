@@ -136,9 +136,13 @@ def cast(
     assert operand is not None and operand.scale_inv is not None and operand.amax is not None
     if mode == "virtual":
         return operand.dequantize(x.dtype, "reference" if compute == "torch" else "auto").view(x.shape)
-    data = operand.data if mode == "compress" else _unpack(operand.data, spec)
-    if mode == "compress" and spec.element.bits == 6:
-        data = reference.pack6(data)
+    data = operand.data
+    if mode == "compress":
+        data = reference.pack6(data) if spec.element.bits == 6 else data
+    elif spec.element.storage_bits == 4:
+        data = reference.unpack(data)
+    elif spec.element in (E4M3, E5M2):
+        data = data.view(spec.element.torch_dtype)
     return CastTensor(spec, mode, x.shape, x.dtype, data, operand.scale_inv, operand.amax)
 
 
@@ -171,12 +175,6 @@ def upcast(x: CastTensor, dtype: torch.dtype | None = None) -> Tensor:
             data = reference.pack(data)
     cols = x.shape[-1]
     return ops.dequantize(data, x.scale_inv, x.amax, x.spec, cols, dtype or x.dtype).view(x.shape)
-
-
-def _unpack(codes: Tensor, spec: CastSpec) -> Tensor:
-    if spec.element.storage_bits == 4:
-        return reference.unpack(codes)
-    return codes.view(spec.element.torch_dtype) if spec.element in (E4M3, E5M2) else codes
 
 
 def _backend(x: Tensor, spec: CastSpec, compute: Compute) -> str:

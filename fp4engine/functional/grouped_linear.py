@@ -73,10 +73,6 @@ def grouped_refusal(inp: Tensor, experts: Sequence[Expert]) -> str:
         return "only some weights have a main_grad"
     if experts[0].shards is not None:
         return "amaxes that ranks share, and experts that draw by their own names, have no grouped kernels"
-    return _plan_refusal(plan) or _kernel_refusal(plan, (inp.dtype, weight.dtype), inp.device)
-
-
-def _plan_refusal(plan: LinearPlan) -> str:
     quantizers = (plan.input, plan.weight, plan.grad_output)
     if plan.backward_override is not None:
         return "backward_override has no grouped kernels"
@@ -90,14 +86,10 @@ def _plan_refusal(plan: LinearPlan) -> str:
     columnwise = [spec and spec.rotation for spec in (q.columnwise_spec for q in quantizers)]
     if any(rowwise) or columnwise[1] is not None or columnwise[0] != columnwise[2]:
         return "only both operands of wgrad may be rotated"
-    return ""
-
-
-def _kernel_refusal(plan: LinearPlan, dtypes: tuple[torch.dtype, ...], device: torch.device) -> str:
-    for quantizer in (plan.input, plan.weight, plan.grad_output):
+    for quantizer in quantizers:
         for backend in (plan.backend, quantizer.backend):
-            specs = (quantizer.rowwise_spec, quantizer.columnwise_spec)
-            supported, reason = ops.grouped_supports(specs, dtypes, device, backend)
+            specs, dtypes = (quantizer.rowwise_spec, quantizer.columnwise_spec), (inp.dtype, weight.dtype)
+            supported, reason = ops.grouped_supports(specs, dtypes, inp.device, backend)
             if not supported:
                 return reason
     return ""

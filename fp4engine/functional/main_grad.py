@@ -45,7 +45,12 @@ class MainGrad:
             RuntimeError: ``weight.main_grad`` is another tensor than in the forward pass.
         """
         if not torch.compiler.is_dynamo_compiling():
-            _require_same(getattr(self.weight, "main_grad", None), self.buffer)
+            now, buffer = getattr(self.weight, "main_grad", None), self.buffer  # None for values of a stored weight
+            if now is not buffer and isinstance(now, Tensor) and now.data_ptr() != buffer.data_ptr():
+                raise RuntimeError(
+                    "weight.main_grad is another tensor in the backward pass than it was in the forward pass; set it "
+                    "before the forward pass, and clear it with main_grad.zero_()"
+                )
         if self.overwrites or getattr(self.weight, "overwrite_main_grad", False):
             self.buffer.zero_()
 
@@ -103,18 +108,3 @@ def _has_rows(matrix: Tensor) -> bool:
     if matrix.layout != torch.strided:
         return False
     return (cols <= 1 or matrix.stride(1) == 1) and (rows <= 1 or matrix.stride(0) >= cols)
-
-
-def _require_same(now: Any, buffer: Tensor) -> None:
-    """Raise if ``now``, the ``weight.main_grad`` of a backward pass, is not the ``buffer`` of its forward.
-
-    ``now`` is None for the decoded values of a stored weight.
-
-    Raises:
-        RuntimeError: ``now`` is another tensor, to which nothing would be added.
-    """
-    if now is not buffer and isinstance(now, Tensor) and now.data_ptr() != buffer.data_ptr():
-        raise RuntimeError(
-            "weight.main_grad is another tensor in the backward pass than it was in the forward pass; set it before "
-            "the forward pass, and clear it with main_grad.zero_()"
-        )

@@ -138,8 +138,11 @@ class LinearPlan:
             key=_key(self),
             is_fused=self.backend != "reference" and all(q.is_composable and q.backend != "reference" for q in roles),
             sums_in_order=not self.grad_output.is_identity and self.backward_override is None,
-            _hash=_hash_of(roles),
         )
+        try:
+            vars(self)["_hash"] = hash(roles)
+        except TypeError:  # of a user's quantizer
+            vars(self)["_hash"] = None
         vars(self)["shares_amaxes"] = self.key != "" and all(map(_is_shared, _specs(roles)))
 
     def __hash__(self) -> int:
@@ -192,13 +195,6 @@ def _gemm_formats(plan: LinearPlan) -> dict[GemmName, str]:
         "dgrad": operand_formats(grad_output.rowwise_spec, weight.columnwise_spec),
         "wgrad": operand_formats(grad_output.columnwise_spec, inp.columnwise_spec),
     }
-
-
-def _hash_of(roles: tuple[Quantizer, ...]) -> int | None:
-    try:
-        return hash(roles)
-    except TypeError:  # of a user's quantizer
-        return None
 
 
 def _specs(roles: Iterable[Quantizer]) -> list[CastSpec | None]:

@@ -103,23 +103,22 @@ class Turns:
     """By which choice of its amax each history scaled the forward that a checkpoint will repeat."""
 
     def __init__(self) -> None:
-        self._of: dict[AmaxHistory, tuple[Turn, ...]] = {}
+        self.of: dict[AmaxHistory, tuple[Turn, ...]] = {}
 
     def note(self, histories: Iterable["AmaxHistory"], repeated: Sequence["Turns"] = ()) -> None:
         """A forward has just been scaled by ``histories``, and as it was at first if it repeats a forward itself."""
         for history in histories:
-            noted = self._of.get(history, ())
+            noted = self.of.get(history, ())
             turns = turns_of(history, repeated) or (history.turn(),)
-            self._of[history] = (*noted, *(turn for turn in turns if turn not in noted))
-
-    def of(self, history: "AmaxHistory") -> tuple[Turn, ...]:
-        """Every choice by which the forward was scaled: several if it ran in several steps, none if it is not known."""
-        return self._of.get(history, ())
+            self.of[history] = (*noted, *(turn for turn in turns if turn not in noted))
 
 
 def turns_of(history: "AmaxHistory", noted: Iterable[Turns]) -> tuple[Turn, ...]:
-    """What the first of ``noted`` that knows ``history`` says of it."""
-    return next(filter(None, (turns.of(history) for turns in noted)), ())
+    """What the first of ``noted`` that knows ``history`` says of it.
+
+    Every choice by which the forward was scaled: several if it ran in several steps, none if it is not known.
+    """
+    return next((turns.of[history] for turns in noted if history in turns.of), ())
 
 
 class AmaxHistory:

@@ -76,7 +76,6 @@ class SharedAmaxQuantizer(Quantizer):
         rowwise: bool = True,
         columnwise: bool = True,
         rng: Tensor | None = None,
-        rank: int | None = None,
         rowwise_amax: Tensor | None = None,
         columnwise_amax: Tensor | None = None,
         **arguments: Any,
@@ -86,17 +85,10 @@ class SharedAmaxQuantizer(Quantizer):
         if rng is None and self.takes_draw(rowwise, columnwise):  # so that amax and cast rotate by the same signs
             rng = ops.next_draw(x.device)
         sides = {"rowwise": rowwise and rowwise_amax is None, "columnwise": columnwise and columnwise_amax is None}
-        row, col = self.amax(x, **sides, rng=rng, rank=rank)
-        return super().quantize(
-            x,
-            rowwise=rowwise,
-            columnwise=columnwise,
-            rng=rng,
-            rank=rank,
-            rowwise_amax=row if rowwise_amax is None else rowwise_amax,
-            columnwise_amax=col if columnwise_amax is None else columnwise_amax,
-            **arguments,
-        )
+        row, col = self.amax(x, **sides, rng=rng, rank=arguments.get("rank"))
+        arguments["rowwise_amax"] = row if rowwise_amax is None else rowwise_amax
+        arguments["columnwise_amax"] = col if columnwise_amax is None else columnwise_amax
+        return super().quantize(x, rowwise=rowwise, columnwise=columnwise, rng=rng, **arguments)
 
 
 @dataclass(frozen=True)
