@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from operator import itemgetter
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
@@ -79,7 +78,7 @@ def convert(
             of another kind. The model is then as it was.
     """
     require_own_recipe(recipe)
-    plan = _convert(model, recipe, module_filter_fn, keep_high_precision, adapters)
+    plan = convert_for_regions(model, recipe, module_filter_fn, keep_high_precision, adapters)
     if recipe is not None:
         for module in model.modules():
             if isinstance(module, Gemms):
@@ -88,7 +87,11 @@ def convert(
 
 
 def convert_for_regions(
-    model: nn.Module, recipe: Recipe, module_filter_fn: ModuleFilter | None, keep_high_precision: Sequence[str]
+    model: nn.Module,
+    recipe: Recipe | None,
+    module_filter_fn: ModuleFilter | None,
+    keep_high_precision: Sequence[str],
+    adapters: bool = False,
 ) -> ConversionPlan:
     """:func:`convert` for a model that is to run in regions of ``recipe``, which need not be one to follow outside.
 
@@ -97,17 +100,6 @@ def convert_for_regions(
     Raises:
         ValueError: as :func:`convert`; ``recipe`` is a schedule, which has no formats without a step.
     """
-    return _convert(model, recipe, module_filter_fn, keep_high_precision, adapters=False)
-
-
-def _convert(
-    model: nn.Module,
-    recipe: Recipe | None,
-    module_filter_fn: ModuleFilter | None,
-    keep_high_precision: Sequence[str],
-    adapters: bool,
-) -> ConversionPlan:
-    """:func:`convert`, without setting ``recipe`` on modules."""
     require_model(model)
     if isinstance(model, nn.Linear):
         raise ValueError(
@@ -194,7 +186,20 @@ def _convert_linears(
     kept = _kept(linears, matrices, patterns, called)
     if not adapters:
         kept |= {name: "an adapter; adapters=True converts it" for name in adapter_names(model) if name in linears}
-    reasons = _reasons(model, linears, module_filter_fn, kept)
+    never_called, held = is_never_called(model), _held_besides(model)
+    reasons: dict[str, str] = {}  # why each is left alone; empty if it is not
+    for name, module in linears.items():
+        if isinstance(module, Gemms):
+            reason = ""
+        elif name in kept:
+            reason = kept[name]
+        elif module in never_called:
+            reason = "nn.MultiheadAttention reads its weight and never calls it"
+        else:
+            reason = _obstacle(module) or held.get(module, "")
+            if not reason and module_filter_fn is not None and not module_filter_fn(module, name):
+                reason = "module_filter_fn said no"
+        reasons[name] = reason
     swaps: dict[nn.Module, Linear] = {
         module: Linear.from_linear(module)
         for name, module in linears.items()
@@ -227,41 +232,16 @@ def last_blocks(model: nn.Module, count: int) -> tuple[str, ...]:
         ValueError: there is no such list, or it has fewer than ``count`` blocks.
     """
     require_model(model)
-    lists = [
-        (_linear_numel(module), name, len(module))
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList)
-    ]
-    if not lists:
+    sizes: dict[tuple[str, int], int] = {}
+    for name, blocks in model.named_modules():
+        if isinstance(blocks, nn.ModuleList):
+            sizes[name, len(blocks)] = sum(math.prod(linear_shape(linear)) for _, linear in linear_modules(blocks))
+    if not sizes:
         raise ValueError("last_blocks looks for an nn.ModuleList of blocks, and the model has none; write patterns")
-    _, name, length = max(lists, key=itemgetter(0))
+    name, length = max(sizes, key=lambda each: sizes[each])
     if (count := require_integer("count", count, 0)) > length:
         raise ValueError(f"count must be between 0 and the {length} blocks of {name!r}, got {count}")
     return tuple(f"{name}.{index}" for index in range(length - count, length))
-
-
-def _reasons(
-    model: nn.Module,
-    linears: dict[str, nn.Linear | Gemms],
-    module_filter_fn: ModuleFilter | None,
-    kept: dict[str, str],
-) -> dict[str, str]:
-    """Why each linear module is left alone; empty if it is not."""
-    never_called, held = is_never_called(model), _held_besides(model)
-    reasons: dict[str, str] = {}
-    for name, module in linears.items():
-        if isinstance(module, Gemms):
-            reason = ""
-        elif name in kept:
-            reason = kept[name]
-        elif module in never_called:
-            reason = "nn.MultiheadAttention reads its weight and never calls it"
-        else:
-            reason = _obstacle(module) or held.get(module, "")
-            if not reason and module_filter_fn is not None and not module_filter_fn(module, name):
-                reason = "module_filter_fn said no"
-        reasons[name] = reason
-    return reasons
 
 
 def _names(model: nn.Module) -> dict[str, list[str]]:
@@ -356,7 +336,3 @@ def _content(cell: CellType) -> Any:
         return cell.cell_contents
     except ValueError:
         return None
-
-
-def _linear_numel(module: nn.Module) -> int:
-    return sum(math.prod(linear_shape(linear)) for _, linear in linear_modules(module))

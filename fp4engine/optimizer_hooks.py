@@ -256,7 +256,10 @@ class OsciReset(_StepHook):
         if opens or self._oscillations:
             self._require_all(trained)
         if opens:
-            self._oscillations = {name: self._at_rest(name) for name in self._casts}
+            for name in self._casts:
+                weight = self.layers[name].weight.detach()
+                moved = torch.zeros_like(weight, dtype=torch.float32)
+                self._oscillations[name] = Oscillation(weight.clone(), moved, moved)
         elif self._oscillations and place <= self.window:
             self._oscillations = {name: self._moved(name, known) for name, known in self._oscillations.items()}
         elif self._oscillations:
@@ -287,10 +290,6 @@ class OsciReset(_StepHook):
         if channels is None:
             return values
         return torch.zeros_like(weight, dtype=torch.float32).index_copy_(1, channels, values)
-
-    def _at_rest(self, name: str) -> Oscillation:
-        weight = self.layers[name].weight.detach()
-        return Oscillation(weight.clone(), *(torch.zeros_like(weight, dtype=torch.float32) for _ in range(2)))
 
     def _moved(self, name: str, known: Oscillation) -> Oscillation:
         weight = self.layers[name].weight.detach()

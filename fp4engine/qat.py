@@ -362,17 +362,11 @@ def linear_ste(
     right = weight if weight_spec is None else ste_weight(weight, weight_spec)
     if out_dtype is None:
         return torch.nn.functional.linear(left, right, bias)
-    return _linear_in(out_dtype, left, right, bias)
-
-
-def _linear_in(out_dtype: torch.dtype, left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
-    """``left @ right.T + bias`` with the operands' values, rounded once to ``out_dtype``."""
-    device = left.device.type
     operands = [cast_by_autocast(x) for x in (left, right, bias) if x is not None]
     given = {x.dtype for x in operands}
     if len(given) > 1 or not left.is_floating_point():
         dtypes = ", ".join(str(x.dtype) for x in operands)
         raise ValueError(f"out_dtype needs x, weight and bias of one floating-point dtype, got {dtypes}")
     wide = torch.promote_types(given.pop(), out_dtype)
-    with torch.autocast(device, enabled=False):
+    with torch.autocast(left.device.type, enabled=False):
         return torch.nn.functional.linear(*(x.to(wide) for x in operands)).to(out_dtype)
