@@ -107,7 +107,9 @@ def quantize_weights(
             made[parameter] = _require_value(name, parameter)
         else:
             made[parameter] = nn.Parameter(values.of(name, parameter).clone(), parameter.requires_grad)
-    buffers = list(_buffers_to_fill(model, weights))
+    # All buffers of the model's state, since accelerate.init_empty_weights leaves them the values they were made with.
+    state = () if weights is None else model.state_dict(keep_vars=True)
+    buffers = [each for each in model.named_buffers(remove_duplicate=False) if each[1].is_meta or each[0] in state]
     for name, buffer in buffers:
         if buffer not in made:
             value = values.of(name, buffer)
@@ -125,17 +127,6 @@ def describe_stored(model: nn.Module) -> None:
         from fp4engine.integrations.stored_weights import describe_in
 
         describe_in(model)
-
-
-def _buffers_to_fill(model: nn.Module, weights: Mapping[str, Tensor] | None) -> Iterator[tuple[str, Tensor]]:
-    """The buffers whose values ``weights`` has: those on ``meta``, and all that are a part of the model's state.
-
-    ``accelerate.init_empty_weights`` leaves buffers with the values that they were made with, and not on ``meta``.
-    """
-    state = () if weights is None else model.state_dict(keep_vars=True)
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        if buffer.is_meta or name in state:
-            yield name, buffer
 
 
 def dequantize_weights(model: nn.Module) -> tuple[str, ...]:

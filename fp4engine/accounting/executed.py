@@ -290,21 +290,14 @@ def _record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], ou
     assert isinstance(module, nn.Linear)
     executed = counter_of(module)
     assert executed is not None
-    out_features, trains = _weight_facts(module)
-    executed.record_high_precision(args[0] if args else kwargs["input"], out_features, trains)
-
-
-def _weight_facts(module: nn.Linear) -> tuple[int, bool]:
-    """N, and whether the weight needs a gradient. A weight that is computed from other parameters is not computed here.
-
-    A spectral norm, for example, takes a step whenever it is computed.
-    """
-    weight = module._parameters.get("weight")
+    inp, weight = args[0] if args else kwargs["input"], module._parameters.get("weight")
     if weight is not None:
-        return weight.shape[0], weight.requires_grad
+        executed.record_high_precision(inp, weight.shape[0], weight.requires_grad)
+        return
+    # A weight that is computed from others is not computed here: a spectral norm takes a step whenever it is.
     of_bias = ("bias", "parametrizations.bias")
-    others = (own for name, own in module.named_parameters() if not name.startswith(of_bias))
-    return module.out_features, any(parameter.requires_grad for parameter in others)
+    trained = any(own.requires_grad for name, own in module.named_parameters() if not name.startswith(of_bias))
+    executed.record_high_precision(inp, module.out_features, trained)
 
 
 def _new(after: Mapping[Any, int], before: Mapping[Any, int]) -> dict[Any, int]:

@@ -48,10 +48,6 @@ class Root:
         """The model; None if there was none, or if it has been freed."""
         return None if self._model is None else self._model()
 
-    def belongs_to(self, model: nn.Module) -> None:
-        """Take ``model`` for the model that was given to ``convert``."""
-        self._model = weakref.ref(model)
-
     def require_rules(self, recipe: Recipe) -> None:
         """Check once for each recipe that its rules are about layers of this model, and that no layer has two places.
 
@@ -101,7 +97,7 @@ class _Anchor:
 
 def _anchored(root: Root, model: nn.Module | None) -> _Anchor:
     if model is not None:
-        root.belongs_to(model)
+        root._model = weakref.ref(model)
     return _Anchor(root)
 
 
