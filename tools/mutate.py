@@ -30,7 +30,7 @@ MIDDLE = (
     "fp4engine/modules/gemms.py",
     "fp4engine/modules/recompute.py",
     "fp4engine/modules/shared_weight.py",
-    "fp4engine/modules/traced.py",
+    "fp4engine/modules/plans.py",
     "fp4engine/kernels/launch.py",
 )
 MODULES = [
