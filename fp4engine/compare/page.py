@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from matplotlib.axes import Axes
 
 from fp4engine import inspect
@@ -17,7 +16,7 @@ from fp4engine.compare.sensitivity import Sensitivity
 from fp4engine.compare.statistics import CANNOT_TELL, DOES_NOT, TRAINS
 from fp4engine.estimate import Estimate
 from fp4engine.inspect.reading import FILE
-from fp4engine.inspect.report import GEMMS, OPERANDS
+from fp4engine.inspect.report import GEMMS, OPERANDS, rendered
 from fp4engine.version import __version__
 
 SQRT_3 = math.sqrt(3)
@@ -94,12 +93,9 @@ def title(comparison: Comparison, about: About) -> str:
 
 def html(comparison: Comparison, about: About) -> str:
     """The page."""
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    template = environment.from_string(Path(__file__).with_name("page.html.j2").read_text(encoding="utf-8"))
     arms = [arm for arm in comparison.arms if statistics.gaps(arm.runs, comparison.baseline.runs)]
-    return template.render(
+    return rendered(
+        Path(__file__).with_name("page.html.j2"),
         about=about,
         title=title(comparison, about),
         comparison=comparison,
