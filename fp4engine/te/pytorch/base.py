@@ -52,8 +52,6 @@ ABSENT = dict.fromkeys(
 )
 """Names of TransformerEngine's that are not here, and why."""
 
-Init = Callable[[Tensor], Any]
-
 
 class TransformerEngineBaseModule(Placed, ExtraState):
     """What TransformerEngine's modules with weights have in common.

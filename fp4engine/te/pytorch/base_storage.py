@@ -56,8 +56,9 @@ class QuantizedTensorStorage:
     def _fill(cls, made: Any, fake_dtype: torch.dtype | None, quantizer: Any = None, **given: Any) -> Any:
         """``made`` with the attributes ``given`` by the names of arguments."""
         attributes = {name: None for name in cls._TENSORS} | cls._WORDS
+        called = {argument: name for name, argument in cls._CALLED.items()}
         for name, value in given.items():
-            attribute = cls._attribute(name)
+            attribute = called.get(name, f"_{name}")
             if attribute not in attributes:
                 raise TypeError(f"{cls.__name__} has no argument {name!r}, only {', '.join(cls._arguments())}")
             attributes[attribute] = value
@@ -75,10 +76,6 @@ class QuantizedTensorStorage:
     @classmethod
     def _argument(cls, attribute: str) -> str:
         return cls._CALLED.get(attribute, attribute.removeprefix("_"))
-
-    @classmethod
-    def _attribute(cls, argument: str) -> str:
-        return {given: name for name, given in cls._CALLED.items()}.get(argument, f"_{argument}")
 
     @classmethod
     def _encoded(cls, operands: Operands, quantizer: Any) -> dict[str, Any]:

@@ -159,8 +159,8 @@ class DotProductAttention(Placed, OnOneRank, ExtraState):
         query, key, value = (t.permute(order) for t in tensors)
         if "padding" in call.kind and mask is None and ends_q is not None:
             pairs = (ends_q, query), (ends_q if ends_kv is None else ends_kv, key)
-            padding = [_past(ends.diff(), tensor.shape[2]) for ends, tensor in pairs]
-            mask = padding[0], padding[1]
+            past = [torch.arange(t.shape[2], device=ends.device) >= ends.diff()[:, None] for ends, t in pairs]
+            mask = past[0][:, None, None, :], past[1][:, None, None, :]
         if given["checkpoint_core_attention"]:
             context = torch.utils.checkpoint.checkpoint(call, query, key, value, mask, use_reentrant=False)
         else:
@@ -368,11 +368,6 @@ def _slopes(heads: int, device: torch.device) -> Tensor:
     first = [2.0 ** (-8.0 * (i + 1) / power) for i in range(power)]
     rest = [2.0 ** (-4.0 * (2 * i + 1) / power) for i in range(heads - power)]
     return torch.tensor(first + rest, dtype=torch.float32, device=device)
-
-
-def _past(lengths: Tensor, size: int) -> Tensor:
-    """[B, 1, 1, size], True past each length."""
-    return (torch.arange(size, device=lengths.device) >= lengths[:, None])[:, None, None, :]
 
 
 def _sequences(t: Tensor, layout: str, lengths: list[int], starts: list[int] | None) -> list[Tensor]:

@@ -46,7 +46,11 @@ class ExtraState(torch.nn.Module):
             raise ValueError(f"_extra_state must be bytes in a tensor of torch.uint8, got {shown(state)}")
         data = bytes(state.cpu().tolist()) if isinstance(state, Tensor) else b""
         is_pickled = data.startswith(PICKLED)
-        set_amax_history(self, {} if is_pickled or not data else _from_json(data))
+        try:
+            histories = {} if is_pickled or not data else json.loads(data)
+        except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are
+            raise ValueError(f"_extra_state is neither JSON nor a pickle, it begins with {data[:16]!r}") from error
+        set_amax_history(self, histories)
         if (b"amax_history" in data and is_pickled) or isinstance(state, io.BytesIO):
             warnings.warn(
                 f"{type(self).__name__}: the checkpoint's _extra_state was pickled by TransformerEngine and is not "
@@ -71,10 +75,3 @@ class ExtraState(torch.nn.Module):
         entry = f"{prefix}_extra_state"
         if entry in missing_keys:
             missing_keys.remove(entry)
-
-
-def _from_json(data: bytes) -> Any:
-    try:
-        return json.loads(data)
-    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are
-        raise ValueError(f"_extra_state is neither JSON nor a pickle, it begins with {data[:16]!r}") from error

@@ -97,11 +97,6 @@ def codes(data: Tensor, rows: int, spec: CastSpec, cols: int) -> Tensor:
     return pad(matrix, (0, width - matrix.shape[1])) if matrix.shape[1] < width else matrix.contiguous()
 
 
-def constant_amax(spec: CastSpec, like: Tensor) -> Tensor:
-    """The amax of an operand that has no outer scale."""
-    return torch.full((1,), spec.constant_amax, dtype=torch.float32, device=like.device)
-
-
 def rectangle(part: Tensor, cols: int) -> tuple[slice, slice] | None:
     """Which rows and columns of a contiguous tensor [..., cols] its view ``part`` shows; None if it is no rectangle."""
     if not part.ndim or not part.numel() or part.shape[-1] > cols:

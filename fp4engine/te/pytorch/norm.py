@@ -30,7 +30,10 @@ class _NormHabits(torch.nn.Module):
         hidden_size: int | None = None,
         **kwargs: Any,
     ) -> None:
-        given = _norm_arguments(normalized_shape, hidden_size, params_dtype, kwargs)
+        for name in ("fwd_ln_sm_margin", "bwd_ln_sm_margin", "inf_ln_sm_margin"):
+            kwargs.pop(name, None)  # streaming multiprocessors to leave to others: nothing to do with numbers
+        shape = {"normalized_shape": normalized_shape} if hidden_size is None else {"hidden_size": hidden_size}
+        given: dict[str, Any] = {"dtype": params_dtype, **kwargs, **shape}
         super().__init__(eps=eps, zero_centered_gamma=zero_centered_gamma, **given)
         self._is_built = True
 
@@ -69,11 +72,3 @@ class RMSNorm(_NormHabits, modules.RMSNorm):  # pyright: ignore[reportIncompatib
     def reset_rms_norm_parameters(self) -> None:
         """Older name of :meth:`reset_parameters`."""
         self.reset_parameters()
-
-
-def _norm_arguments(shape: Any, hidden_size: int | None, dtype: torch.dtype | None, others: dict[str, Any]) -> Any:
-    for name in ("fwd_ln_sm_margin", "bwd_ln_sm_margin", "inf_ln_sm_margin"):
-        others.pop(name, None)  # streaming multiprocessors to leave to others: nothing to do with numbers
-    given = {**others, "dtype": others.get("dtype", dtype)}
-    given["normalized_shape" if hidden_size is None else "hidden_size"] = shape if hidden_size is None else hidden_size
-    return given

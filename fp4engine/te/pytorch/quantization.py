@@ -2,7 +2,7 @@
 
 from typing import Literal, overload
 
-from fp4engine.te.common.recipe import Recipe, as_frozen, default_recipe
+from fp4engine.te.common.recipe import as_frozen, default_recipe
 from fp4engine.te.pytorch.recipe_state import (
     AnyRecipe,
     CustomRecipeState,
@@ -86,12 +86,7 @@ def check_recipe_support(recipe: AnyRecipe) -> None:
     as_frozen(recipe)
 
 
-def get_default_recipe() -> Recipe:
-    """What ``autocast()`` runs by, TransformerEngine's choice for this device; see :func:`default_recipe`."""
-    return default_recipe()
-
-
-get_default_fp8_recipe = get_default_recipe
+get_default_recipe = get_default_fp8_recipe = default_recipe
 
 
 def get_align_size_for_quantization(recipe: AnyRecipe) -> int:

@@ -150,12 +150,8 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: igno
             values if isinstance(values, type(self)) else self._get_quantizer().quantize_impl(decoded(values.detach()))
         )
         torch.Tensor.data.__set__(self, taken)  # pyright: ignore[reportAttributeAccessIssue]
-        self._fill(self, taken.dtype, taken._quantizer, **self._given_to(taken))
-
-    @staticmethod
-    def _given_to(tensor: QuantizedTensorStorage) -> dict[str, Any]:
-        """The metadata that is no argument of every class."""
-        return {name: value for name, value in tensor.get_metadata().items() if name not in ("quantizer", "fake_dtype")}
+        given = taken.get_metadata()
+        self._fill(self, given.pop("fake_dtype"), **given)
 
     data = property(torch.Tensor.detach, _set_data)  # torch's own setter would not change the codes
 
@@ -261,14 +257,9 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: igno
         usages = shard.get_usages()
         out.fsdp_assign_gathered(all_gather_outputs, meta)
         if usages["columnwise"] and not set(self._SIDES["columnwise"]) <= set(meta.get("field_names", ())):
-            out._make_gathered_columnwise()
+            for name, tensor in (out._turned("columnwise") or {}).items():  # anew, of the rowwise side
+                setattr(out, name, tensor)
         return out, all_gather_outputs
-
-    def _make_gathered_columnwise(self) -> None:
-        """Make the columnwise side anew of the rowwise one, which has been gathered."""
-        turned = self._turned("columnwise")
-        for name, tensor in (turned or {}).items():
-            setattr(self, name, tensor)
 
     @classmethod
     def _lies_like(cls, given: dict[str, Any]) -> Tensor | None:
@@ -293,10 +284,11 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: igno
                 return first._like(torch.clone)
             if func is aten.copy_.default:
                 source = args[1]
-                if first._is_part or not _is_copied(first, source):
-                    first.quantize_(source)
-                else:
+                is_alike = isinstance(source, QuantizedTensor) and source._form() == first._form()
+                if is_alike and not first._is_part:
                     first.copy_from_storage(source)
+                else:
+                    first.quantize_(source)
                 return first
             if func is aten._to_copy.default and kwargs.get("dtype") in (None, first.dtype):
                 device = kwargs.get("device") or first.device
@@ -383,11 +375,6 @@ NEW = (aten.empty_like.default, aten.new_empty.default, aten.new_zeros.default)
 
 WHOLE = (aten.view.default, aten._unsafe_view.default)
 """Operations that give a tensor's values other axes."""
-
-
-def _is_copied(to: QuantizedTensor, source: Any) -> bool:
-    """Whether a copy of ``source`` to another tensor is one of bytes."""
-    return isinstance(source, QuantizedTensor) and source._form() == to._form()
 
 
 def _values(leaf: Any) -> Any:

@@ -5,6 +5,7 @@ Legend: n tensors of one pass of one module, whose amaxes delayed scaling rememb
 
 from collections import deque
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,9 +25,7 @@ def _default_sf_compute(amax: Tensor, scale: Tensor, fp8_max: float, margin: int
     return scale.copy_(torch.where(amax.isfinite() & (amax > 0), chosen, scale))
 
 
-def _amax_and_scale_update(  # pyright: ignore[reportUnusedFunction]: scripts that look inside import it
-    amax_history: Tensor, scale: Tensor, fp8_max: float, recipe: AnyRecipe
-) -> None:
+def _amax_and_scale_update(amax_history: Tensor, scale: Tensor, fp8_max: float, recipe: AnyRecipe) -> None:
     """End a step: choose ``scale`` [n] by ``amax_history`` [length, n], whose first row is the step, and move it on."""
     given: Any = recipe
     amax: Any
@@ -58,14 +57,12 @@ def fused_amax_and_scale_update_after_reduction(
         amax_compute_algo: ``"max"`` or ``"most_recent"``.
     """
     largest = fp8_element("fused_amax_and_scale_update_after_reduction", fp8_dtype).max_value
+    by: Any = SimpleNamespace(amax_compute_algo=amax_compute_algo, scaling_factor_compute_algo=None, margin=int(margin))
     end = 0
     for history, scale in zip(amax_histories, scales, strict=True):
         start, end = end, end + history.shape[1]
         history[0].copy_(amax_reduction_buffer[start:end])
-        amax = history.amax(0) if amax_compute_algo == "max" else history[0].clone()
-        _default_sf_compute(amax, scale, largest, int(margin))
-        history.copy_(history.roll(-1, 0))
-        history[0].zero_()
+        _amax_and_scale_update(history, scale, largest, by)
 
 
 class FP8GlobalState:

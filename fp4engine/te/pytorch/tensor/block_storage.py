@@ -1,15 +1,16 @@
 """What storages with a scale for each block of codes have in common: MXFP8, FP8 in blocks of 128, and NVFP4."""
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fp4engine.formats import CastSpec
 from fp4engine.te.pytorch.base_storage import QuantizedTensorStorage
-from fp4engine.te.pytorch.layout import ScaleLayout, codes, constant_amax, matrix_shape, rectangle, transposed_shape
+from fp4engine.te.pytorch.layout import ScaleLayout, codes, matrix_shape, rectangle, transposed_shape, up_to
 from fp4engine.te.pytorch.quantized_tensor import WHOLE, QuantizedTensor, Quantizer
 from fp4engine.tensor import Operand
 from fp4engine.tensor import QuantizedTensor as Operands
@@ -50,7 +51,7 @@ class BlockStorage(QuantizedTensorStorage):
 
     def _amax(self, side: str, spec: CastSpec) -> Tensor:
         """The amax of an operand: what stands for it where there is no outer scale."""
-        return constant_amax(spec, getattr(self, f"_{side}_data"))
+        return torch.full((1,), spec.constant_amax, dtype=torch.float32, device=getattr(self, f"_{side}_data").device)
 
     @classmethod
     def _encoded(cls, operands: Operands, quantizer: Any) -> dict[str, Any]:
@@ -157,6 +158,33 @@ class BlockStorage(QuantizedTensorStorage):
     def _packed(self, elements: slice) -> slice:
         """The bytes of ``elements`` of a row of columnwise codes."""
         return elements
+
+    def fsdp_buffer_fields(self) -> tuple[str, ...]:
+        """Names of the attributes that FSDP2 gathers: codes and scales of the sides that are stored."""
+        return tuple(name for side in SIDES if self.has(side) for name in self._SIDES[side])
+
+    def fsdp_extract_buffers(self) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
+        """What :meth:`fsdp_buffer_fields` names, scales without padding rows, for FSDP2's gather.
+
+        Raises:
+            NotImplementedError: scales lie as tensor cores read them.
+        """
+        if self._with_gemm_swizzled_scales:
+            raise NotImplementedError(
+                f"FSDP2 gathers scales of a {type(self).__name__} row by row, and GEMM-swizzled ones are not"
+            )
+        names, rows = self.fsdp_buffer_fields(), matrix_shape(self.shape)[0]
+        lengths = {"_rowwise_scale_inv": rows, "_columnwise_scale_inv": -(-rows // self._spec("columnwise").block[1])}
+        return tuple(getattr(self, name)[: lengths.get(name)] for name in names), {"field_names": names}
+
+    def fsdp_assign_gathered(self, gathered: Sequence[Tensor | None], meta: dict[str, Any]) -> None:
+        """Take codes and scales of all ranks, and pad the scales."""
+        super().fsdp_assign_gathered(gathered, meta)
+        for side in SIDES:
+            name, multiple = f"_{side}_scale_inv", self._layout(side, self._words()).multiples[0]
+            if name in meta["field_names"]:
+                scales: Tensor = getattr(self, name)
+                setattr(self, name, pad(scales, (0, 0, 0, up_to(scales.shape[0], multiple) - scales.shape[0])))
 
 
 class BlockTensor(BlockStorage, QuantizedTensor):

@@ -92,7 +92,7 @@ class Float8BlockwiseQTensorStorage(BlockStorage):
         """
         if not self._is_2D_scaled:
             raise NotImplementedError("FSDP2 gathers FP8 in blocks of 128x128 only: give block_scaling_dim=2")
-        return tuple(name for side in self._SIDES if self.has(side) for name in self._SIDES[side])
+        return super().fsdp_buffer_fields()
 
     def fsdp_extract_buffers(self) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
         """Codes and scales of one side, rows first and without padding.

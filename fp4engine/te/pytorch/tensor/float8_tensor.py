@@ -238,10 +238,8 @@ class _Float8Quantizer(Quantizer):
             raise ValueError(f"{type(self).__name__} has no scale of its own; set quantizer.scale first")
         given: dict[str, Any] = {"data": data.view(torch.uint8), "fp8_dtype": self.dtype}
         given["fp8_scale_inv"] = 1.0 / scale.view(1)
-        if self.internal:
-            return self.storage_class(**given, fake_dtype=fake_dtype, quantizer=self)
-        whole: dict[str, Any] = {"requires_grad": requires_grad, "device": data.device}
-        return self.tensor_class(data.shape, fake_dtype, **whole, **given, quantizer=self)
+        made = self.around(data.shape, fake_dtype, data.device, given)
+        return made if self.internal else made.requires_grad_(requires_grad)
 
 
 class Float8Quantizer(_Float8Quantizer):

@@ -18,6 +18,7 @@ from fp4engine.reference.scaling import block_amax
 from fp4engine.te.pytorch.base_storage import QuantizedTensorStorage
 from fp4engine.te.pytorch.layout import matrix_shape
 from fp4engine.te.pytorch.quantizer import Quantizer
+from fp4engine.te.pytorch.tensor.block_storage import SIDES
 from fp4engine.te.pytorch.tensor.float8_blockwise_tensor import Float8BlockwiseQTensorStorage
 from fp4engine.te.pytorch.tensor.float8_tensor import Float8TensorStorage
 from fp4engine.te.pytorch.tensor.hybrid_tensor import HybridQuantizedTensorStorage
@@ -25,8 +26,6 @@ from fp4engine.te.pytorch.tensor.identity_tensor import IdentityTensorStorage
 from fp4engine.te.pytorch.tensor.mxfp8_tensor import MXFP8TensorStorage
 from fp4engine.te.pytorch.tensor.nvfp4_tensor import NVFP4TensorStorage
 from fp4engine.tensor import QuantizedTensor as Operands
-
-SIDES = ("rowwise", "columnwise")
 
 
 class _Part(NamedTuple):

@@ -5,12 +5,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from fp4engine.formats import CastSpec, ScaleRule, mx
 from fp4engine.quantizers.base import Quantizer as FrozenQuantizer
 from fp4engine.te.pytorch.constants import DType, fp8_element
-from fp4engine.te.pytorch.layout import ScaleLayout, codes, matrix_shape, up_to
+from fp4engine.te.pytorch.layout import ScaleLayout, codes
 from fp4engine.te.pytorch.tensor.block_storage import BlockQuantizer, BlockStorage, BlockTensor
 from fp4engine.tensor import Operand
 
@@ -63,36 +62,6 @@ class MXFP8TensorStorage(BlockStorage):
 
     def _default_quantizer(self) -> "MXFP8Quantizer":
         return MXFP8Quantizer(self._fp8_dtype)
-
-    def fsdp_buffer_fields(self) -> tuple[str, ...]:
-        """Names of the attributes that FSDP2 gathers: codes and scales of the sides that are stored."""
-        return tuple(name for side in self._SIDES if self.has(side) for name in self._SIDES[side])
-
-    def fsdp_extract_buffers(self) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
-        """Codes and scales, without padding rows, of the sides that are stored, for FSDP2's gather.
-
-        Raises:
-            NotImplementedError: scales lie as tensor cores read them.
-        """
-        if self._with_gemm_swizzled_scales:
-            raise NotImplementedError("FSDP2 gathers MXFP8 scales row by row, and these are swizzled for products")
-        rows, _ = matrix_shape(self.shape)
-        lengths = {"_rowwise_scale_inv": rows, "_columnwise_scale_inv": -(-rows // 32)}
-        names = self.fsdp_buffer_fields()
-        buffers = [(getattr(self, name), lengths.get(name)) for name in names]
-        kept = tuple(tensor if length is None else tensor[:length] for tensor, length in buffers)
-        return kept, {"field_names": names}
-
-    def fsdp_assign_gathered(self, gathered: Any, meta: dict[str, Any]) -> None:
-        """Take codes and scales of all ranks, and pad the scales."""
-        multiples = {"_rowwise_scale_inv": 128, "_columnwise_scale_inv": 4}
-        padded: list[Tensor | None] = []
-        for name, tensor in zip(meta["field_names"], gathered, strict=False):
-            multiple = multiples.get(name)
-            if tensor is not None and multiple is not None:
-                tensor = pad(tensor, (0, 0, 0, up_to(tensor.shape[0], multiple) - tensor.shape[0]))
-            padded.append(tensor)
-        super().fsdp_assign_gathered([*padded, *gathered[len(padded) :]], meta)
 
 
 class MXFP8Tensor(MXFP8TensorStorage, BlockTensor):

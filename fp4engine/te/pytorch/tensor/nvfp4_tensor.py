@@ -5,7 +5,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from fp4engine.environment import refuse_what_is_not_implemented
 from fp4engine.formats import CastSpec
@@ -134,26 +133,6 @@ class NVFP4TensorStorage(BlockStorage):
                 "NVFP4Quantizer(with_2d_quantization=True), or columnwise=False"
             )
         return self._SIDES["rowwise"][:2]
-
-    def fsdp_extract_buffers(self) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
-        """Rowwise codes and scales without padding rows, and the names of their attributes, for FSDP2's gather.
-
-        Raises:
-            NotImplementedError: the scales are stored in the swizzled layout that tensor cores read.
-        """
-        if self._with_gemm_swizzled_scales:
-            raise NotImplementedError("FSDP2 gathers NVFP4 scales row by row, and GEMM-swizzled ones are not")
-        names = self.fsdp_buffer_fields()
-        assert self._rowwise_data is not None and self._rowwise_scale_inv is not None
-        rows = matrix_shape(self.shape)[0]
-        return (self._rowwise_data, self._rowwise_scale_inv[:rows]), {"field_names": names}
-
-    def fsdp_assign_gathered(self, gathered: Any, meta: dict[str, Any]) -> None:
-        """Take codes and scales of all ranks, and pad the scales."""
-        data, scales = gathered
-        rows = matrix_shape(data.shape)[0]
-        scales = pad(scales, (0, 0, 0, up_to(rows, 128) - scales.shape[0]))
-        super().fsdp_assign_gathered((data, scales), meta)
 
 
 class NVFP4Tensor(NVFP4TensorStorage, BlockTensor):
