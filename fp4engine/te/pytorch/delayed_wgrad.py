@@ -7,12 +7,14 @@ that the backward pass cast. As in a plain backward pass, a weight that has been
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
+@dataclass(eq=False)
 class Run:
     """One forward whose weight gradients wait.
 
@@ -23,21 +25,16 @@ class Run:
         additions: where the layers put what is to be added to ``main_grad``.
     """
 
-    def __init__(
-        self,
-        forward: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        queue: list[Callable[[], None]],
-        module: torch.nn.Module,
-        weights: Mapping[str, Tensor],
-        additions: list[Callable[[], None]],
-    ) -> None:
-        self.forward, self.arguments, self.queue = forward, arguments, queue
-        self.module, self.weights, self.additions = module, weights, additions
-        self.result: Any = None
-        self.inputs: list[Tensor] = []
-        self.waiting = 0
-        self.is_spent = False
+    forward: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    queue: list[Callable[[], None]]
+    module: torch.nn.Module
+    weights: Mapping[str, Tensor]
+    additions: list[Callable[[], None]]
+    result: Any = None
+    inputs: list[Tensor] = field(default_factory=list[Tensor])
+    waiting: int = 0
+    is_spent: bool = False
 
     def start(self, inp: Tensor, now: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run, on a graph of its own, and return the tensors of the result."""

@@ -1,8 +1,8 @@
 """Regions of TransformerEngine's: ``autocast`` and ``quantized_model_init``, over fp4engine's own."""
 
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -146,28 +146,24 @@ def quantized_model_init(
     """:func:`fp4engine.quantized_model_init` that takes recipes of either kind, and any ``enabled`` but a recipe."""
     _refuse_recipe("enabled", enabled)
     chosen = as_frozen(default_recipe() if recipe is None else recipe)
-    return _ModelInit(bool(enabled), chosen, preserve_high_precision_init_val)
+    region = model_init.quantized_model_init(bool(enabled), chosen, preserve_high_precision_init_val)
+    return _storing(region, chosen if enabled else None, bool(enabled) and preserve_high_precision_init_val)
 
 
 fp8_model_init = quantized_model_init
 """TransformerEngine's older spelling."""
 
 
-class _ModelInit(AbstractContextManager[None]):
-    def __init__(self, enabled: bool, recipe: FrozenRecipe, preserve: bool) -> None:
-        self._enabled, self._recipe, self._preserve = enabled, recipe, preserve
-        self._region = model_init.quantized_model_init(enabled, recipe, preserve)
-        self._outer: tuple[FrozenRecipe | None, bool] = (None, False)
-
-    def __enter__(self) -> None:
-        self._outer = thread.stores_by, thread.keeps_init_val
-        thread.stores_by = self._recipe if self._enabled else None
-        thread.keeps_init_val = self._enabled and self._preserve
-        return self._region.__enter__()
-
-    def __exit__(self, *details: Any) -> None:
-        thread.stores_by, thread.keeps_init_val = self._outer
-        self._region.__exit__(*details)
+@contextmanager
+def _storing(region: AbstractContextManager[None], recipe: FrozenRecipe | None, keeps: bool) -> Generator[None]:
+    """``region``, in which modules store their weights by ``recipe``, and whether such weights keep initial values."""
+    outer = thread.stores_by, thread.keeps_init_val
+    thread.stores_by, thread.keeps_init_val = recipe, keeps
+    try:
+        with region:
+            yield
+    finally:
+        thread.stores_by, thread.keeps_init_val = outer
 
 
 def put_in_force(enabled: bool, calibrating: bool, recipe: AnyRecipe | None, group: Any, is_captured: bool) -> None:

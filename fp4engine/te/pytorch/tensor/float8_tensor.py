@@ -1,6 +1,6 @@
 """FP8 with one scale for a tensor, by TransformerEngine's names: storage, tensor, and its two quantizers."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -197,11 +197,16 @@ def _part_of_transpose(tensor: Float8Tensor, made: Any, func: Any, args: Any, kw
     return transpose.as_strided(tuple(made.shape[::-1]), (rows, 1), col * rows + row).T
 
 
-def share_amax(amax: Tensor, group: Any) -> None:
-    """Let ``amax`` be the largest over the ranks of ``group``, by default of all."""
+def share_amaxes(amaxes: Sequence[Tensor], group: Any) -> None:
+    """Let each of ``amaxes``, of one dtype, be the largest over the ranks of ``group``, by default of all."""
     if group is not None:
         require_member("amax_reduction_group", group)
-    torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group)
+    if not amaxes:
+        return
+    whole = torch.cat([amax.reshape(-1) for amax in amaxes])
+    torch.distributed.all_reduce(whole, torch.distributed.ReduceOp.MAX, group)
+    for amax, shared in zip(amaxes, whole.split([amax.numel() for amax in amaxes]), strict=True):
+        amax.copy_(shared.view(amax.shape))
 
 
 class _Float8Quantizer(Quantizer):
@@ -359,7 +364,7 @@ class Float8CurrentScalingQuantizer(_Float8Quantizer):
         elif amax is None:
             amax = _largest(values)
             if self.with_amax_reduction:
-                share_amax(amax, self.amax_reduction_group)
+                share_amaxes([amax], self.amax_reduction_group)
         spec = self.frozen().rowwise_spec
         assert spec is not None
         amax = round_outer_amax(amax.clamp(min=self.amax_epsilon), spec)

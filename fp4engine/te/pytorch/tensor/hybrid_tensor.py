@@ -43,19 +43,22 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
                 made[f"_{side}_storage"] = by.of(Operands(operands.shape, operands.dtype, **alone))
         return made
 
+    def _parts(self) -> dict[str, Any]:
+        """The sides that are there."""
+        sides = {"rowwise": self._rowwise_storage, "columnwise": self._columnwise_storage}
+        return {side: part for side, part in sides.items() if part is not None}
+
     def _stored(self) -> list[Any]:
-        return [part for part in (self._rowwise_storage, self._columnwise_storage) if part is not None]
+        return list(self._parts().values())
 
     def has(self, side: str) -> bool:
-        return getattr(self, f"_{side}_storage") is not None
+        return side in self._parts()
 
     def _operand(self, side: str) -> Operand | None:
-        part = getattr(self, f"_{side}_storage")
-        return None if part is None else part._operand(side)
+        return self._parts()[side]._operand(side) if self.has(side) else None
 
     def _operand_as(self, side: str, spec: CastSpec) -> Operand | None:
-        part = getattr(self, f"_{side}_storage")
-        return None if part is None else part._operand_as(side, spec)
+        return self._parts()[side]._operand_as(side, spec) if self.has(side) else None
 
     def values_in(self, dtype: torch.dtype) -> Tensor:
         """What the rowwise side decodes to, or the other one if that is missing."""
@@ -97,15 +100,14 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
 
     def _with_sides(self, change: Callable[[Any], Any]) -> dict[str, Any]:
         """Metadata with both sides changed."""
-        sides = {f"{side}_storage": getattr(self, f"_{side}_storage") for side in self._SIDES}
-        changed = {name: None if part is None else change(part) for name, part in sides.items()}
+        changed = {f"{side}_storage": change(part) for side, part in self._parts().items()}
         return {**self.get_metadata(), **changed}
 
     def _with_tensors(self, change: Callable[[Any], Any]) -> dict[str, Any]:
         return self._with_sides(lambda part: part._like(change))
 
     def _form(self) -> Any:
-        return [None if part is None else part._form() for part in (self._rowwise_storage, self._columnwise_storage)]
+        return {side: part._form() for side, part in self._parts().items()}
 
     def clear(self) -> None:
         """Give back the memory of both sides."""
@@ -120,9 +122,9 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         """
         if not isinstance(src, HybridQuantizedTensorStorage):
             raise TypeError(f"copy_from_storage expects HybridQuantizedTensorStorage, got {type(src).__name__}")
-        for side in self._SIDES:
-            if self.has(side) and src.has(side):
-                getattr(self, f"_{side}_storage").copy_from_storage(getattr(src, f"_{side}_storage"))
+        for side, theirs in src._parts().items():
+            if self.has(side):
+                self._parts()[side].copy_from_storage(theirs)
 
     def prepare_for_saving(self) -> tuple[list[Tensor | None], QuantizedTensorStorage]:
         """Take the tensors out of both sides, and return them with this storage."""
@@ -138,9 +140,7 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
     def get_data_tensors(self, rowwise_data: bool = True, columnwise_data: bool = True) -> Any:
         """The data tensors of both sides, one after the other."""
         asked = {"rowwise": rowwise_data, "columnwise": columnwise_data}
-        parts = [
-            getattr(self, f"_{side}_storage").get_data_tensors() for side in asked if asked[side] and self.has(side)
-        ]
+        parts = [part.get_data_tensors() for side, part in self._parts().items() if asked[side]]
         return tuple(tensor for part in parts for tensor in (part if isinstance(part, tuple) else (part,)))
 
     def _viewed(self, shape: torch.Size) -> dict[str, Any]:
@@ -159,15 +159,14 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         Raises:
             NotImplementedError: a side is a storage, which is no tensor, or cannot be gathered.
         """
-        made = {}
-        for side in self._SIDES:
-            part: Any = getattr(self, f"_{side}_storage")
-            if part is not None and not isinstance(part, QuantizedTensor):
+        made: dict[str, Any] = dict.fromkeys(self._SIDES, ((), None))
+        for side, part in self._parts().items():
+            if not isinstance(part, QuantizedTensor):
                 raise NotImplementedError(
                     f"FSDP2 does not gather a storage-only {side} sub-storage, {type(part).__name__}, whose quantizer "
                     "has internal=True"
                 )
-            made[side] = ((), None) if part is None else part.fsdp_extract_buffers()
+            made[side] = part.fsdp_extract_buffers()
         buffers = made["rowwise"][0] + made["columnwise"][0]
         count = len(made["rowwise"][0])
         return buffers, {"count": count, "rowwise": made["rowwise"][1], "columnwise": made["columnwise"][1]}
@@ -175,9 +174,9 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
     def fsdp_assign_gathered(self, gathered: Any, meta: dict[str, Any]) -> None:
         """Take what has been gathered of both sides."""
         given = {"rowwise": gathered[: meta["count"]], "columnwise": gathered[meta["count"] :]}
-        for side in self._SIDES:
+        for side, part in self._parts().items():
             if meta[side] is not None:
-                getattr(self, f"_{side}_storage").fsdp_assign_gathered(given[side], meta[side])
+                part.fsdp_assign_gathered(given[side], meta[side])
 
 
 class HybridQuantizedTensor(HybridQuantizedTensorStorage, QuantizedTensor):
@@ -191,29 +190,20 @@ class HybridQuantizedTensor(HybridQuantizedTensorStorage, QuantizedTensor):
     @classmethod
     def _parted(cls, tensor: Any, func: Any, args: Any, kwargs: Any) -> Any:
         made: dict[str, Any] = {}
-        for side in cls._SIDES:
-            part = getattr(tensor, f"_{side}_storage")
-            if part is not None:
-                whole = part if isinstance(part, QuantizedTensor) else None
-                if whole is not None and func is torch.ops.aten.as_strided.default and _lies(whole) != _lies(tensor):
-                    return None
-                made[side] = None if whole is None else type(whole)._parted(whole, func, args, kwargs)
-                if made[side] is None:
-                    return None
-        first = next(iter(made.values()), None)
-        if first is None:
-            return None
-        alone = isinstance(first, Tensor)
-        rows = [made] if alone else [{side: parts[i] for side, parts in made.items()} for i in range(len(first))]
-        views = [
-            cls._around(
-                tensor,
-                next(iter(row.values())).shape,
-                {**tensor.get_metadata(), **{f"{side}_storage": row.get(side) for side in cls._SIDES}},
-            )
-            for row in rows
-        ]
-        return views[0] if alone else views
+        for side, part in tensor._parts().items():
+            if not isinstance(part, QuantizedTensor):
+                return None
+            if func is torch.ops.aten.as_strided.default and _lies(part) != _lies(tensor):
+                return None
+            made[side] = type(part)._parted(part, func, args, kwargs)
+            if made[side] is None:
+                return None
+        alone = all(isinstance(found, Tensor) for found in made.values())
+        views: list[Any] = []
+        for of_sides in zip(*([found] if alone else found for found in made.values()), strict=True):
+            sides = {f"{side}_storage": view for side, view in zip(made, of_sides, strict=True)}
+            views.append(cls._around(tensor, of_sides[0].shape, {**tensor.get_metadata(), **sides}))
+        return (views[0] if alone else views) if views else None
 
 
 def _lies(tensor: Tensor) -> tuple[Any, ...]:

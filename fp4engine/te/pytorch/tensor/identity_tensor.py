@@ -83,12 +83,11 @@ class IdentityTensor(IdentityTensorStorage, QuantizedTensor):
 
     @classmethod
     def _parted(cls, tensor: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        def around(part: Tensor) -> Any:
+            return cls._around(tensor, part.shape, {**tensor.get_metadata(), "hp_data": part})
+
         made = func(tensor._hp_data, *args, **kwargs)
-        parts = [
-            cls._around(tensor, part.shape, {**tensor.get_metadata(), "hp_data": part})
-            for part in ([made] if isinstance(made, Tensor) else made)
-        ]
-        return parts[0] if isinstance(made, Tensor) else parts
+        return around(made) if isinstance(made, Tensor) else list(map(around, made))
 
 
 class IdentityQuantizer(Quantizer):

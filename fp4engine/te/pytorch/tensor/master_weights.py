@@ -20,7 +20,7 @@ from fp4engine.te.pytorch.layout import matrix_shape
 from fp4engine.te.pytorch.quantizer import Quantizer
 from fp4engine.te.pytorch.tensor.block_storage import SIDES
 from fp4engine.te.pytorch.tensor.float8_blockwise_tensor import Float8BlockwiseQTensorStorage
-from fp4engine.te.pytorch.tensor.float8_tensor import Float8TensorStorage
+from fp4engine.te.pytorch.tensor.float8_tensor import Float8TensorStorage, share_amaxes
 from fp4engine.te.pytorch.tensor.hybrid_tensor import HybridQuantizedTensorStorage
 from fp4engine.te.pytorch.tensor.identity_tensor import IdentityTensorStorage
 from fp4engine.te.pytorch.tensor.mxfp8_tensor import MXFP8TensorStorage
@@ -78,7 +78,8 @@ def quantize_master_weights(
             if hasattr(weight, "clear_high_precision_init_val"):
                 weight.clear_high_precision_init_val()
         amaxes = [_amaxes(part) for part in parts]
-        _share([amax for of_part in amaxes for amax in of_part.values()], group)
+        if torch.distributed.is_initialized():
+            share_amaxes([amax for of_part in amaxes for amax in of_part.values()], group)
         for part, of_part in zip(parts, amaxes, strict=True):
             _write(part, of_part)
 
@@ -172,16 +173,6 @@ def _amaxes(part: _Part) -> dict[str, Tensor]:
         padded = pad(matrix.float(), (0, spec.padded_cols(matrix.shape[1]) - matrix.shape[1]))
         found[side] = block_amax(padded.contiguous(), spec.block).to(part.values.dtype)
     return found
-
-
-def _share(amaxes: list[Tensor], group: Any) -> None:
-    """Let every amax be the largest over the ranks of ``group``."""
-    if not amaxes or not torch.distributed.is_initialized():
-        return
-    whole = torch.cat([amax.reshape(-1) for amax in amaxes])
-    torch.distributed.all_reduce(whole, torch.distributed.ReduceOp.MAX, group)
-    for amax, shared in zip(amaxes, whole.split([amax.numel() for amax in amaxes]), strict=True):
-        amax.copy_(shared.view(amax.shape))
 
 
 def _write(part: _Part, amaxes: dict[str, Tensor]) -> None:

@@ -14,7 +14,7 @@ from fp4engine.te.pytorch.constants import DType
 from fp4engine.te.pytorch.layout import ScaleLayout, matrix_shape, transposed_shape, up_to
 from fp4engine.te.pytorch.quantizer import decoded
 from fp4engine.te.pytorch.tensor.block_storage import BlockQuantizer, BlockStorage, BlockTensor
-from fp4engine.te.pytorch.tensor.float8_tensor import share_amax
+from fp4engine.te.pytorch.tensor.float8_tensor import share_amaxes
 from fp4engine.tensor import Operand
 from fp4engine.tensor import QuantizedTensor as Operands
 
@@ -222,9 +222,7 @@ class NVFP4Quantizer(BlockQuantizer):
             return super()._operands(tensor, **given)
         values = decoded(tensor)
         row, col = self.frozen().amax(values, rowwise=self.rowwise_usage, columnwise=self.columnwise_usage)
-        for amax in (row, col):
-            if amax is not None:
-                share_amax(amax, self.amax_reduction_group)
+        share_amaxes([amax for amax in (row, col) if amax is not None], self.amax_reduction_group)
         return super()._operands(values, **{**given, "rowwise_amax": row, "columnwise_amax": col})
 
     def is_quantizable(self, inp: Tensor) -> bool:
