@@ -29,25 +29,11 @@ class RecorderCallback(TrainerCallback):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.run = Recorder(self.folder, seed=args.seed, first_step=state.global_step, **self.options)
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **_: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
         if self.run is not None and logs is not None and "loss" in logs and state.global_step > self.run.steps:
             self.run.step(logs["loss"], at=state.global_step)
 
-    def on_evaluate(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: dict[str, float] | None = None,
-        **_: Any,
-    ) -> None:
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
         if self.run is not None and metrics is not None and "eval_loss" in metrics:
             self.run.steps = state.global_step
             self.run.validation(metrics["eval_loss"])

@@ -19,7 +19,7 @@ from fp4engine.compare.data import prepare
 from fp4engine.compare.files import InputError, alone_in, one_line, write_atomically
 from fp4engine.compare.page import About, html, title
 from fp4engine.compare.recorder import AGAIN, HIGH_PRECISION, Run
-from fp4engine.compare.results import Result, read, read_folders
+from fp4engine.compare.results import read, read_folders
 from fp4engine.compare.runner import Job, Runner, Stopped
 from fp4engine.compare.sensitivity import Sensitivity, measure, short
 from fp4engine.compare.task import TextTask, source_of, without_memory
@@ -292,7 +292,9 @@ def _plan(
     places = Places(out / "runs", out / "unfinished")
     finished = [read(job.run.path(places.finished, task.setting())) for job in jobs if job.is_done(places)]
     tokens = task.steps * task.tokens_per_step
-    own = _own_spread(finished, parameters, tokens) if any(result.is_baseline for result in finished) else None
+    own = None
+    if any(result.is_baseline for result in finished):
+        own = spread_of(compare(finished, math.inf), "own", parameters, tokens)
     lines = [
         f"{len(jobs)} runs of {task.steps:,} steps of {task.tokens_per_step:,} {task.text.unit}s, {len(finished)} of "
         f"them finished: {', '.join(['baseline', *recipes])}, seeds 0 to {arguments.seeds - 1}",
@@ -300,12 +302,6 @@ def _plan(
         plan.advice(parameters, tokens, arguments.tolerance, own),
     ]
     return "\n".join(lines)
-
-
-def _own_spread(finished: Sequence[Result], parameters: int, tokens: int) -> plan.Spread | None:
-    """The spread of losses in the runs ``finished``; None unless two seeds of a recipe have finished."""
-    comparison = compare(finished, math.inf)
-    return spread_of(comparison, "own", parameters, tokens)
 
 
 def spread_of(comparison: Comparison, name: str, parameters: int, tokens: int) -> plan.Spread | None:

@@ -131,17 +131,13 @@ def _files(path: Path) -> list[Path]:
     """
     if not path.exists():
         raise InputError(f"--data: there is no file or folder {path}")
-    if path.is_file() or _is_dataset(path):
+    if path.is_file() or any((path / name).exists() for name in ("dataset_info.json", "dataset_dict.json")):
         return [path]
     below = [file for file in sorted(path.rglob("*")) if file.is_file()]
     shown = [file for file in below if not any(p.startswith((".", "__")) for p in file.relative_to(path).parts)]
     if not shown:
         raise InputError(f"--data: the folder {path} has no files")
     return shown
-
-
-def _is_dataset(path: Path) -> bool:
-    return any((path / name).exists() for name in ("dataset_info.json", "dataset_dict.json"))
 
 
 def _read(
@@ -194,20 +190,13 @@ def _documents(files: Sequence[Path], field: str, as_bytes: bool) -> Iterator[st
         try:
             for text in _texts_of(file, field, as_bytes):
                 found = True
-                yield _as_bytes(text) if as_bytes and _has_records(file) else text
+                if as_bytes and (file.is_dir() or file.suffix in (".jsonl", ".parquet")):
+                    text = text.encode("utf-8", "surrogatepass").decode("latin-1")  # a character for each byte
+                yield text
         except OSError as error:
             raise InputError(f"--data: {file} cannot be read ({error.strerror or error})") from error
     if not found:
         raise InputError(f"--data: there is no text in {', '.join(map(str, files[:3]))}{', ...' * (len(files) > 3)}")
-
-
-def _as_bytes(text: str) -> str:
-    """A character per byte of the text's UTF-8."""
-    return text.encode("utf-8", "surrogatepass").decode("latin-1")
-
-
-def _has_records(file: Path) -> bool:
-    return file.is_dir() or file.suffix in (".jsonl", ".parquet")
 
 
 def _texts_of(file: Path, field: str, as_bytes: bool) -> Iterator[str]:

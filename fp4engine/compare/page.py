@@ -107,7 +107,7 @@ def html(comparison: Comparison, about: About) -> str:
         noise=statistics.root_mean_square(comparison.noise),
         pairs=len(comparison.noise),
         charts=_charts(comparison, arms),
-        costs={arm.label: _costs(about, arm.label) for arm in comparison.arms if _costs(about, arm.label)},
+        costs={arm.label: costs for arm in comparison.arms if (costs := _costs(about, arm.label))},
         signals={arm.label: table for arm in comparison.arms if (table := _signals(arm))},
         gradients=_gradients(comparison.arms),
         estimates=_estimates(about),
@@ -150,10 +150,8 @@ def _costs(about: About, label: str) -> dict[str, Any] | None:
     more = list(about.rankings.get(label, ()))
     if found is None and not more:
         return None
-    if isinstance(found, str):
-        return {"why": found, "rankings": [_drawn(ranking) for ranking in more]}
-    if found is None:
-        return {"why": "", "rankings": [_drawn(ranking) for ranking in more]}
+    if found is None or isinstance(found, str):
+        return {"why": found or "", "rankings": [_drawn(ranking) for ranking in more]}
     prefix = _prefix([unit.name for unit in found.units])
     rankings = [
         Ranking(

@@ -35,12 +35,7 @@ def svg(draw: Callable[[Axes], None], width: float = 5.4, height: float = 3.2) -
         out = io.StringIO()
         figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)
     text = out.getvalue()
-    text = text[text.index("<svg") :]
-    return _without_size(text)
-
-
-def _without_size(text: str) -> str:
-    head, _, rest = text.partition(">")
+    head, _, rest = text[text.index("<svg") :].partition(">")
     return re.sub(r'\s(width|height)="[^"]*"', "", head) + ">" + rest
 
 
@@ -85,10 +80,8 @@ def courses(axes: Axes, comparison: Comparison, arms: Sequence[Arm]) -> None:
             for seed, run in arm.runs.items()
             if seed in comparison.baseline.runs
         ]
-        steps = sorted(set.intersection(*map(set, of_seeds))) if of_seeds else []
-        if steps:
-            values = [[course[step] for course in of_seeds] for step in steps]
-            _band(axes, [step * scale for step in steps], values, color_of(place), arm.label)
+        if by_step := _shared(of_seeds):
+            _band(axes, scale, by_step, color_of(place), arm.label)
     axes.axhline(0, color="black", linewidth=0.8)
     if math.isfinite(comparison.tolerance):
         axes.axhline(comparison.tolerance, color="#b00020", linewidth=1, linestyle="--")
@@ -103,18 +96,10 @@ def losses(axes: Axes, comparison: Comparison, arms: Sequence[Arm]) -> None:
     scale, unit = _scale(comparison)
     shown = [(comparison.baseline, BASELINE_COLOR), *((arm, color_of(place)) for place, arm in enumerate(arms))]
     for arm, color in shown:
-        smooth = [_smooth(run) for run in arm.runs.values()]
-        steps = sorted(set.intersection(*map(set, smooth))) if smooth else []
-        values = [[curve[step] for curve in smooth] for step in steps]
-        _band(axes, [step * scale for step in steps], values, color, arm.label)
+        _band(axes, scale, _shared([_smooth(run) for run in arm.runs.values()]), color, arm.label)
         by_step = _shared([dict(run.validation) for run in arm.runs.values()])
-        axes.plot(
-            [step * scale for step in by_step],
-            [stats.fmean(v) for v in by_step.values()],
-            "o",
-            color=color,
-            markersize=3.5,
-        )
+        means = [stats.fmean(values) for values in by_step.values()]
+        axes.plot([step * scale for step in by_step], means, "o", color=color, markersize=3.5)
     axes.set(xlabel=unit, ylabel="loss, nats per token")
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")
@@ -134,11 +119,7 @@ def bars(axes: Axes, values: Mapping[str, float], noise: float, clear: Sequence[
             axes.text(0, place, " diverged", va="center")
     axes.axvspan(-2 * noise, 2 * noise, color="#dddddd", alpha=0.6, linewidth=0, zorder=0)
     axes.axvline(0, color="black", linewidth=0.8)
-    axes.set(
-        yticks=range(len(names)),
-        yticklabels=names,
-        xlabel=measure,
-    )
+    axes.set(yticks=range(len(names)), yticklabels=names, xlabel=measure)
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.grid(alpha=0.3, axis="x")
 
@@ -186,6 +167,8 @@ def _shared(courses: Sequence[Mapping[int, float]]) -> dict[int, list[float]]:
     return {step: [course[step] for course in courses] for step in steps}
 
 
-def _band(axes: Axes, x: Sequence[float], values: Sequence[Sequence[float]], color: str, label: str) -> None:
-    axes.plot(x, [stats.fmean(of_step) for of_step in values], color=color, linewidth=1.6, label=label)
+def _band(axes: Axes, scale: float, by_step: Mapping[int, Sequence[float]], color: str, label: str) -> None:
+    """The mean over seeds, and the range of them, of the values of each step."""
+    x, values = [step * scale for step in by_step], by_step.values()
+    axes.plot(x, list(map(stats.fmean, values)), color=color, linewidth=1.6, label=label)
     axes.fill_between(x, list(map(min, values)), list(map(max, values)), color=color, alpha=0.18, linewidth=0)

@@ -6,7 +6,6 @@ each do not wait for each other at the end of every operation.
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -27,9 +26,7 @@ class Slabs:
         self._pool = ThreadPoolExecutor(self._threads)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._pool.shutdown(cancel_futures=True)
         torch.set_num_threads(self._threads)
 
@@ -41,15 +38,7 @@ class Slabs:
         rows, cols = weight.shape
         step = max(_ELEMENTS // cols // height, 1) * height if weight.device.type == "cpu" else rows
         parts = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
-        return self._pool.map(_quiet(function), parts)
-
-
-def _quiet(function: Callable[[slice], Any]) -> Callable[[slice], Any]:
-    def without_gradients(rows: slice) -> Any:
-        with torch.no_grad():  # a setting of each thread
-            return function(rows)
-
-    return without_gradients
+        return self._pool.map(torch.no_grad()(function), parts)  # a setting of each thread
 
 
 def progress_bar(items: Iterable[Any], what: str, unit: str, shown: bool) -> Any:

@@ -52,7 +52,8 @@ def whole_directory(directory: Path) -> Generator[Path]:
     made = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}.", suffix=".incomplete"))
     try:
         yield made
-        mask = _umask()
+        mask = os.umask(0)
+        os.umask(mask)
         made.chmod(0o777 & ~mask)  # mkdtemp's directories are for one user only, and so are the files of safetensors
         for path in (*made.iterdir(), made):
             if path.is_file():
@@ -69,12 +70,6 @@ def whole_directory(directory: Path) -> Generator[Path]:
 def _require_absent(directory: Path) -> None:
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ValueError(f"directory {str(directory)!r} is there already and not empty; choose another or remove it")
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _to_disk(path: Path) -> None:

@@ -101,6 +101,11 @@ class QParams:
             raise ValueError(f"amax_epsilon must be a finite number of at least 0, got {epsilon!r}")
 
 
+def _is_a(name: str) -> "classmethod[Recipe, [], bool]":
+    """The question whether a recipe is TransformerEngine's of that name."""
+    return classmethod(lambda cls: issubclass(cls, Recipe.registry[name]))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """Base of all recipes.
@@ -206,39 +211,18 @@ class Recipe:
         require_one_of("gemm", gemm, GEMMS)
         return MMParams()
 
-    @classmethod
-    def nvfp4(cls) -> bool:
-        """Whether this is TransformerEngine's NVFP4 recipe; the methods below ask about its other recipes."""
-        return cls._is_a("NVFP4BlockScaling")
-
-    @classmethod
-    def mxfp8(cls) -> bool:
-        return cls._is_a("MXFP8BlockScaling")
-
-    @classmethod
-    def delayed(cls) -> bool:
-        return cls._is_a("DelayedScaling")
-
-    @classmethod
-    def float8_current_scaling(cls) -> bool:
-        return cls._is_a("Float8CurrentScaling")
+    # Which of TransformerEngine's recipes a class is.
+    nvfp4 = _is_a("NVFP4BlockScaling")
+    mxfp8 = _is_a("MXFP8BlockScaling")
+    delayed = _is_a("DelayedScaling")
+    float8_current_scaling = _is_a("Float8CurrentScaling")
+    float8_block_scaling = _is_a("Float8BlockScaling")
+    custom = _is_a("CustomRecipe")
 
     @classmethod
     def float8_per_tensor_scaling(cls) -> bool:
         """Whether this is delayed or current scaling."""
         return cls.delayed() or cls.float8_current_scaling()
-
-    @classmethod
-    def float8_block_scaling(cls) -> bool:
-        return cls._is_a("Float8BlockScaling")
-
-    @classmethod
-    def custom(cls) -> bool:
-        return cls._is_a("CustomRecipe")
-
-    @classmethod
-    def _is_a(cls, name: str) -> bool:
-        return issubclass(cls, Recipe.registry[name])
 
     @property
     def is_delayed(self) -> bool:

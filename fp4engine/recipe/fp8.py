@@ -31,6 +31,7 @@ class _FP8Recipe(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require_one_of("fp8_format", vars(self)["fp8_format"], FP8_FORMATS)
         if complaint := unsummable(self.accumulation, "an operand", fp8(E4M3)):
             raise ValueError(complaint)
 
@@ -69,7 +70,6 @@ class Float8CurrentScaling(_FP8Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_one_of("fp8_format", self.fp8_format, FP8_FORMATS)
         for name in _GEMM_OPTIONS.values():
             require_one_of(name, getattr(self, name), (FAST, SPLIT))
 
@@ -125,7 +125,6 @@ class DelayedScaling(_FP8Recipe):
         length = require_integer("amax_history_len", self.amax_history_len, 1)
         object.__setattr__(self, "amax_history_len", length)
         super().__post_init__()
-        require_one_of("fp8_format", self.fp8_format, FP8_FORMATS)
         if self.backward_override is not None:
             raise ValueError(
                 "DelayedScaling's backward_override (flag NVTE_BACKWARD_OVERRIDE) must be None, "
@@ -178,7 +177,6 @@ class Float8BlockScaling(_FP8Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_one_of("fp8_format", self.fp8_format, FP8_FORMATS)
         dims = {name: getattr(self, name) for name in _BLOCK_DIMS.values()}
         for name, dim in dims.items():
             require_one_of(name, dim, (1, 2))
@@ -221,7 +219,6 @@ class MXFP8BlockScaling(_FP8Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_one_of("fp8_format", self.fp8_format, FP8_FORMATS)
         require_one_of("margin", self.margin, (0,))
 
     def casts(self, tensor_type: str) -> Casts:
