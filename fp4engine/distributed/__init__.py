@@ -9,11 +9,4 @@ from fp4engine.distributed.draws import draw_by_layer
 from fp4engine.distributed.tokens import all_to_all_tokens
 from fp4engine.distributed.weight_amaxes import share_weight_amaxes
 
-__all__ = [
-    "AllGatherPlan",
-    "GatheredAs",
-    "all_to_all_tokens",
-    "draw_by_layer",
-    "fp4_all_gather",
-    "share_weight_amaxes",
-]
+__all__ = ["AllGatherPlan", "GatheredAs", "all_to_all_tokens", "draw_by_layer", "fp4_all_gather", "share_weight_amaxes"]

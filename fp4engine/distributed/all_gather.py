@@ -19,12 +19,7 @@ from fp4engine import ops
 from fp4engine.accounting.table import table
 from fp4engine.arguments import require_model
 from fp4engine.distributed.gathered_weight import why_not_codes
-from fp4engine.distributed.sharded_weight import (
-    GatherableWeight,
-    GatherableWeights,
-    ShardedWeight,
-    why_not_rows,
-)
+from fp4engine.distributed.sharded_weight import GatherableWeight, GatherableWeights, ShardedWeight, why_not_rows
 from fp4engine.formats.tiles import Part
 from fp4engine.functional import LinearPlan
 from fp4engine.modules import Gemms, GroupedLinear, LayerNormMLP, Linear, QuantizedWeight

@@ -141,11 +141,7 @@ class Watch(TorchDispatchMode):
         self.traffic.bytes_moved += sum(tensor.numel() * tensor.element_size() for tensor in (*read, *written))
 
 
-def trace(
-    model: torch.nn.Module,
-    loss: Callable[[torch.nn.Module], Tensor],
-    watch: Watch,
-) -> Step:
+def trace(model: torch.nn.Module, loss: Callable[[torch.nn.Module], Tensor], watch: Watch) -> Step:
     """Run forward and backward of a model that was built on fake tensors under ``watch``.
 
     Args:

@@ -222,10 +222,7 @@ class ServingFormat:
         return divide(1.0, outer) if self.divides(form) else outer
 
 
-_EIGHT_BITS = {
-    MXFP8: ("weight", "weight_scale", None, None),
-    FP8: ("weight", None, "weight_scale", "input_scale"),
-}
+_EIGHT_BITS = {MXFP8: ("weight", "weight_scale", None, None), FP8: ("weight", None, "weight_scale", "input_scale")}
 COMPRESSED_TENSORS = ServingFormat(
     "compressed-tensors",
     {

@@ -2,14 +2,7 @@
 
 from fp4engine.recipe import zoo
 from fp4engine.recipe.argument import recipe_from_argument
-from fp4engine.recipe.base import (
-    Format,
-    MMParams,
-    QParams,
-    Recipe,
-    recipe_from_json,
-    say_how_to_change,
-)
+from fp4engine.recipe.base import Format, MMParams, QParams, Recipe, recipe_from_json, say_how_to_change
 from fp4engine.recipe.casts import Casts
 from fp4engine.recipe.custom import CustomRecipe
 from fp4engine.recipe.fp8 import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling

@@ -470,11 +470,7 @@ ZOO: dict[str, Row] = {
     ),
     "mxfp8": Row(MXFP8BlockScaling, "TransformerEngine `MXFP8BlockScaling()`"),
     "fp8_current": Row(Float8CurrentScaling, "TransformerEngine `Float8CurrentScaling()`"),
-    "fp8_delayed": Row(
-        DelayedScaling,
-        "TransformerEngine `DelayedScaling()`",
-        "not under `torch.compile`",
-    ),
+    "fp8_delayed": Row(DelayedScaling, "TransformerEngine `DelayedScaling()`", "not under `torch.compile`"),
     "fp8_block": Row(Float8BlockScaling, "TransformerEngine `Float8BlockScaling()`"),
     "nvfp4_forward_fp8_backward": Row(
         lambda: combine(make("nvfp4"), make("fp8_current")),
@@ -522,10 +518,7 @@ ZOO: dict[str, Row] = {
         "torchao 36027d8, `NVFP4FakeQuantizeConfig()` for inputs and weights",
         "block scales go down to 2^-9, where the source's least is 2^-6",
     ),
-    "mxfp4_qat": Row(
-        lambda: _aware(MXFP4, MXFP4),
-        "torchao 36027d8, `MXFakeQuantizeConfig()` for inputs and weights",
-    ),
+    "mxfp4_qat": Row(lambda: _aware(MXFP4, MXFP4), "torchao 36027d8, `MXFakeQuantizeConfig()` for inputs and weights"),
     "nvfp4_fp_quant": Row(
         lambda: _aware(FP_QUANT, FP_QUANT),
         'IST-DASLab FP-Quant d2e3092, `FPQuantConfig(forward_dtype=NVFP4, forward_method="abs_max", '

@@ -282,13 +282,7 @@ def _shrinkage(values: Tensor, codes: Tensor, scale_inv: Tensor, amax: Tensor, s
 
 
 def _eden(
-    values: Tensor,
-    codes: Tensor,
-    scale_inv: Tensor,
-    amax: Tensor,
-    spec: CastSpec,
-    rng: Tensor | None,
-    stream: int,
+    values: Tensor, codes: Tensor, scale_inv: Tensor, amax: Tensor, spec: CastSpec, rng: Tensor | None, stream: int
 ) -> Tensor:
     """MS-EDEN: block scales times ``<v,v>/<v,q>``, rounded stochastically to E4M3.
 

@@ -19,15 +19,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from fp4engine.constants import (
-    BLOCK_SIZE,
-    HADAMARD_SIGNS,
-    PHILOX_M0,
-    PHILOX_M1,
-    PHILOX_ROUNDS,
-    PHILOX_W0,
-    PHILOX_W1,
-)
+from fp4engine.constants import BLOCK_SIZE, HADAMARD_SIGNS, PHILOX_M0, PHILOX_M1, PHILOX_ROUNDS, PHILOX_W0, PHILOX_W1
 from fp4engine.formats import Rotation, Signs
 
 _MASK = 0xFFFFFFFF

@@ -9,10 +9,7 @@ from fp4engine.te.install import install_as_transformer_engine
 __version__ = "2.20.0.dev0+fp4engine"
 """The version of the TransformerEngine whose names these are. fp4engine has a version of its own."""
 
-ABSENT = {
-    "debug": "fp4engine.inspect records what casts do to tensors",
-    "jax": "fp4engine is about PyTorch",
-}
+ABSENT = {"debug": "fp4engine.inspect records what casts do to tensors", "jax": "fp4engine is about PyTorch"}
 """Packages of TransformerEngine's that are not here, and why."""
 
 __all__ = ["install_as_transformer_engine"]

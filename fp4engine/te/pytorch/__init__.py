@@ -3,7 +3,7 @@
 from typing import Any
 
 from fp4engine.te import common
-from fp4engine.te.pytorch import base, optimizers, tensor
+from fp4engine.te.pytorch import base, module, optimizers, tensor
 from fp4engine.te.pytorch.attention import (
     DotProductAttention,
     InferenceParams,
@@ -16,16 +16,7 @@ from fp4engine.te.pytorch.cross_entropy import parallel_cross_entropy
 from fp4engine.te.pytorch.distributed import CudaRNGStatesTracker, checkpoint
 from fp4engine.te.pytorch.export import onnx_export
 from fp4engine.te.pytorch.graph import make_graphed_callables
-from fp4engine.te.pytorch.module import (
-    Fp8Padding,
-    Fp8Unpadding,
-    GroupedLinear,
-    LayerNorm,
-    LayerNormLinear,
-    LayerNormMLP,
-    Linear,
-    RMSNorm,
-)
+from fp4engine.te.pytorch.module import *  # noqa: F403 - what its __all__ says
 from fp4engine.te.pytorch.permutation import (
     moe_permute,
     moe_permute_and_pad_with_probs,
@@ -84,18 +75,10 @@ __all__ = [
     "DType",
     "DelayedScalingRequest",
     "DotProductAttention",
-    "Fp8Padding",
-    "Fp8Unpadding",
-    "GroupedLinear",
     "InferenceParams",
-    "LayerNorm",
-    "LayerNormLinear",
-    "LayerNormMLP",
-    "Linear",
     "MultiheadAttention",
     "QuantizerRequest",
     "QuantizerRole",
-    "RMSNorm",
     "RotaryPositionEmbedding",
     "TransformerLayer",
     "autocast",
@@ -130,4 +113,4 @@ __all__ = [
     "restore_from_func_ctx",
     "restore_from_saved",
 ]
-__all__ += tensor.__all__
+__all__ += module.__all__ + tensor.__all__

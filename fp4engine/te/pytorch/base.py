@@ -32,10 +32,7 @@ from fp4engine.te.pytorch.recipe_state import AnyRecipe
 from fp4engine.te.pytorch.roles import QuantizerRole, require_role
 from fp4engine.te.pytorch.state_manager import FP8GlobalStateManager
 from fp4engine.te.pytorch.stored_weights import dress_weights
-from fp4engine.te.pytorch.tensor import (
-    Float8Quantizer,
-    HybridQuantizedTensor,
-)
+from fp4engine.te.pytorch.tensor import Float8Quantizer, HybridQuantizedTensor
 
 ABSENT = dict.fromkeys(
     (

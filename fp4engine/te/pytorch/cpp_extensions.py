@@ -93,12 +93,7 @@ def general_gemm(
         if out is not None and not accumulate:
             out.copy_(product.view(out.shape))
         result = out if out is not None else product if transposes_b else product.view(*B.shape[:-1], -1)
-        return (
-            result if quantization_params is None else quantization_params.quantize(result),
-            bias_grad,
-            None,
-            None,
-        )
+        return (result if quantization_params is None else quantization_params.quantize(result), bias_grad, None, None)
 
 
 def general_grouped_gemm(

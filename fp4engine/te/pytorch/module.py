@@ -28,8 +28,6 @@ __all__ = [
     "LayerNormMLP",
     "Linear",
     "RMSNorm",
-    "TransformerEngineBaseModule",
-    "is_module_grouped_tensor_path_supported",
 ]
 
 ABSENT = {

@@ -1,11 +1,6 @@
 """Factories whose forward and backward operands differ."""
 
-from fp4engine.te.pytorch.custom_recipes.quantizer_factories import (
-    Role,
-    linear_type,
-    mxfp8_factory,
-    nvfp4_factory,
-)
+from fp4engine.te.pytorch.custom_recipes.quantizer_factories import Role, linear_type, mxfp8_factory, nvfp4_factory
 from fp4engine.te.pytorch.quantized_tensor import Quantizer
 from fp4engine.te.pytorch.tensor import HybridQuantizer, IdentityQuantizer, NVFP4Quantizer
 

@@ -99,14 +99,7 @@ class FusedAdam(ZeroGrad, torch.optim.Adam):
         self._scales: dict[Tensor, dict[str, Tensor]] = {}
         self._bias_correction = bias_correction
         super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            capturable=capturable,
-            decoupled_weight_decay=adam_w_mode,
+            params, lr, betas, eps, weight_decay, amsgrad, capturable=capturable, decoupled_weight_decay=adam_w_mode
         )
         self.capturable = self._step_supports_amp_scaling = capturable
         self._to_none = True if set_grad_none is None else set_grad_none
