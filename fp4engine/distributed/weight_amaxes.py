@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fp4engine import ops
 from fp4engine.arguments import require_model
-from fp4engine.formats import CastSpec, ScaleRule
+from fp4engine.formats import ScaleRule
 from fp4engine.modules import Gemms
 from fp4engine.modules.shared_weight import SharedWeight, WeightAmaxes
 from fp4engine.quantizers import Quantizer
@@ -79,13 +79,8 @@ class _Hooks:
 def amaxes_of(weights: Sequence[Tensor], quantizers: Sequence[Quantizer]) -> Tensor:
     """FP32 [2 n, AMAX_STRIDE]: two rows for each weight begin with the outer amaxes of its casts, none negative."""
     specs = {spec for quantizer in quantizers for spec in (quantizer.rowwise_spec, quantizer.columnwise_spec)}
-    if all(spec is not None and _is_largest_magnitude(spec) for spec in specs):
+    if all(spec and spec.rotation is None and spec.scale_rule is not ScaleRule.ALIGNED for spec in specs):
         found = ops.largest_magnitudes([weight.resolve_neg() for weight in weights])
         return ops.packed_amaxes([found.repeat_interleave(2)])
     pairs = [quantizer.amax(weight) for weight, quantizer in zip(weights, quantizers, strict=True)]
     return ops.packed_amaxes([amax for pair in pairs for amax in pair if amax is not None])
-
-
-def _is_largest_magnitude(spec: CastSpec) -> bool:
-    """Whether the outer amax of a cast is the largest magnitude of the tensor."""
-    return spec.rotation is None and spec.scale_rule is not ScaleRule.ALIGNED

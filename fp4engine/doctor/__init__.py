@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -125,16 +126,19 @@ def examine(devices: Sequence[str] | None = None, *, jobs: int = 1) -> Diagnosis
     chosen = devices_named(devices)
     started = time.perf_counter()
     if jobs > 1 and (on_gpu := [device for device in chosen if device.type == "cuda"]):
-        _compile(_device_checks(on_gpu[0]), jobs)
+        compile_kernels(_device_checks(on_gpu[0])[::-1], jobs)  # a layer's, which has most to compile, first
     checks = [*_reference_checks(), *(check() for device in chosen for check in _device_checks(device))]
     return Diagnosis(tuple(_facts(chosen)), tuple(checks), time.perf_counter() - started)
 
 
-def _compile(checks: "Sequence[partial[Check]]", jobs: int) -> None:
-    """Run ``checks`` for the kernels that they compile. What goes wrong is seen when they are run again, here."""
+def compile_kernels(asks: "Sequence[partial[Any]]", jobs: int) -> None:
+    """Ask ``asks``, in as many processes, for the kernels that they compile.
+
+    What goes wrong is seen when they are asked again, here.
+    """
     context = multiprocessing.get_context("spawn")  # a process with a CUDA context must not be forked
-    with ProcessPoolExecutor(min(jobs, len(checks)), context, torch.set_num_threads, (1,)) as pool:
-        wait([pool.submit(check) for check in reversed(checks)])  # a layer's, which has most to compile, first
+    with ProcessPoolExecutor(min(jobs, len(asks)), context, torch.set_num_threads, (1,)) as pool:
+        wait([pool.submit(ask) for ask in asks])
 
 
 def devices_named(names: Sequence[str] | None) -> list[torch.device]:

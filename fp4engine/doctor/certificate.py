@@ -7,11 +7,9 @@ digests of the reference are in ``reference.json`` beside this file.
 
 import hashlib
 import json
-import multiprocessing
 import platform
 import time
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterable, Mapping
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -55,9 +53,7 @@ def certify(device: str | torch.device, *, jobs: int = 1) -> dict[str, Any]:
     (chosen,) = doctor.devices_named([str(device)])
     questions = {row: partial(casts_of_recipe, row, chosen) for row in zoo.ZOO if _is_cast(row)}
     if chosen.type == "cuda" and jobs > 1:
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(min(jobs, len(questions)), context, torch.set_num_threads, (1,)) as pool:
-            list(pool.map(_quietly, questions.values()))
+        doctor.compile_kernels(list(questions.values()), jobs)
     return {
         "certificate": FORMAT,
         "machine": _machine(chosen),
@@ -74,14 +70,6 @@ def _is_cast(row: str) -> bool:
     recipe = zoo.make(row)
     roles = [recipe.casts(tensor_type) for tensor_type in TENSOR_TYPES]
     return any(casts.rowwise or casts.columnwise for casts in roles)
-
-
-def _quietly(ask: Callable[[], str]) -> None:
-    """Ask for the kernels that are compiled. What goes wrong is seen when it is asked again."""
-    try:
-        ask()
-    except Exception:
-        return
 
 
 def digest(tensors: Iterable[Tensor]) -> str:

@@ -124,7 +124,9 @@ def export_layers(
     layers: dict[str, ExportLayer] = {}
     quantized: list[str] = []
     linears = dict(linear_modules(model))
-    _require_patterns(linears, keep_high_precision)
+    for pattern in require_patterns("keep_high_precision", keep_high_precision):
+        if not any(covers(pattern, name) for name in linears):
+            raise ValueError(f"pattern {pattern!r} covers no linear module of the model")
     for name, first in linears.items():
         module = model.get_submodule(name)
         sources = _sources(name, module)
@@ -272,12 +274,6 @@ def _layers(name: str, module: nn.Module, casts: _Casts, pieces: Sequence[Piece]
 
 def _words(spec: CastSpec | None) -> str:
     return "high precision" if spec is None else f"{spec.label!r}"
-
-
-def _require_patterns(linears: Iterable[str], patterns: Sequence[str]) -> None:
-    for pattern in require_patterns("keep_high_precision", patterns):
-        if not any(covers(pattern, name) for name in linears):
-            raise ValueError(f"pattern {pattern!r} covers no linear module of the model")
 
 
 def _refuse_tied(model: nn.Module, sources: Iterable[str]) -> None:

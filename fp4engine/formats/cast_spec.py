@@ -540,16 +540,8 @@ def _complaints_of_special(spec: CastSpec) -> Iterator[str]:
         yield f"element={spec.element} adds up gains in 32 bits: a block has at most 1024 elements, got {spec.block}"
 
 
-def _print_offsets(offsets: tuple[int, ...]) -> str:
-    return ",".join(map(str, offsets))
-
-
-def _offsets(text: str) -> tuple[int, ...]:
-    return tuple(map(int, text.split(",")))
-
-
 _OPTIONAL: dict[str, tuple[Callable[[Any], str], Callable[[str], Any]]] = {
-    "search": (_print_offsets, _offsets),
+    "search": (lambda offsets: ",".join(map(str, offsets)), lambda text: tuple(map(int, text.split(",")))),
     "outer_amax": (str, float),
 }
 """Fields that a key names, and only where they are set: how they are printed and read."""

@@ -36,7 +36,8 @@ def _plain(value: Any) -> Any:
         return value.name
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         kind = {"recipe": type(value).__name__} if isinstance(value, Recipe) else {}
-        return kind | {name: _plain(part) for name, part in _changed(value).items()}
+        fields = [(f, getattr(value, f.name)) for f in dataclasses.fields(value) if f.init]
+        return kind | {f.name: _plain(part) for f, part in fields if part != default_of(f)}  # less defaults, as flags
     if isinstance(value, Enum):
         return str(value.value)
     if isinstance(value, tuple | list):
@@ -46,12 +47,6 @@ def _plain(value: Any) -> Any:
     if callable(value):
         return _of_code(value)
     raise ValueError(f"a recipe with {value!r} has no identity; only plain values and functions have one")
-
-
-def _changed(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass that are not at their defaults, which for a recipe are those without flags."""
-    fields = [field for field in dataclasses.fields(value) if field.init]
-    return {f.name: part for f in fields if (part := getattr(value, f.name)) != default_of(f)}
 
 
 def _of_code(function: Callable[..., Any]) -> str:
