@@ -132,9 +132,8 @@ def examine(devices: Sequence[str] | None = None, *, jobs: int = 1) -> Diagnosis
 
 
 def compile_kernels(asks: "Sequence[partial[Any]]", jobs: int) -> None:
-    """Ask ``asks``, in as many processes, for the kernels that they compile.
-
-    What goes wrong is seen when they are asked again, here.
+    """Call ``asks``, by so many processes, for the kernels that they compile. What goes wrong is seen when they are
+    called again, here.
     """
     context = multiprocessing.get_context("spawn")  # a process with a CUDA context must not be forked
     with ProcessPoolExecutor(min(jobs, len(asks)), context, torch.set_num_threads, (1,)) as pool:

@@ -113,4 +113,5 @@ __all__ = [
     "restore_from_func_ctx",
     "restore_from_saved",
 ]
-__all__ += module.__all__ + tensor.__all__
+__all__ += module.__all__
+__all__ += tensor.__all__
