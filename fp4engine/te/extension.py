@@ -6,15 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp4engine.te.pytorch import multi_tensor
 from fp4engine.te.pytorch.constants import DType, FP8BwdTensorIdx, FP8FwdTensorIdx, TE_DType_To_Torch
-from fp4engine.te.pytorch.multi_tensor import (
-    multi_tensor_compute_scale_and_scale_inv,
-    multi_tensor_compute_scale_inv_e8m0,
-    multi_tensor_l2norm,
-    multi_tensor_scale,
-    multi_tensor_scale_tensor,
-    multi_tensor_unscale_l2norm,
-)
+from fp4engine.te.pytorch.multi_tensor import *  # noqa: F403 - what its __all__ says
 from fp4engine.te.pytorch.quantized_tensor import QuantizedTensor, Quantizer
 from fp4engine.te.pytorch.state_manager import fused_amax_and_scale_update_after_reduction
 
@@ -24,15 +18,10 @@ __all__ = [
     "FP8FwdTensors",
     "dequantize",
     "fused_amax_and_scale_update_after_reduction",
-    "multi_tensor_compute_scale_and_scale_inv",
-    "multi_tensor_compute_scale_inv_e8m0",
-    "multi_tensor_l2norm",
-    "multi_tensor_scale",
-    "multi_tensor_scale_tensor",
-    "multi_tensor_unscale_l2norm",
     "quantize",
     "split_quantize",
 ]
+__all__ += multi_tensor.__all__
 
 FP8FwdTensors = FP8FwdTensorIdx
 FP8BwdTensors = FP8BwdTensorIdx

@@ -12,6 +12,17 @@ from torch.distributed.tensor import DTensor
 
 from fp4engine.reference.scaling import encode_scale
 
+__all__ = [
+    "MultiTensorApply",
+    "multi_tensor_applier",
+    "multi_tensor_compute_scale_and_scale_inv",
+    "multi_tensor_compute_scale_inv_e8m0",
+    "multi_tensor_l2norm",
+    "multi_tensor_scale",
+    "multi_tensor_scale_tensor",
+    "multi_tensor_unscale_l2norm",
+]
+
 Lists = Sequence[Sequence[Tensor]]
 
 

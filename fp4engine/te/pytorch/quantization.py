@@ -3,60 +3,34 @@
 from typing import Literal, overload
 
 from fp4engine.te.common.recipe import as_frozen, default_recipe
-from fp4engine.te.pytorch.recipe_state import (
-    AnyRecipe,
-    CustomRecipeState,
-    DelayedScalingRecipeState,
-    Float8BlockScalingRecipeState,
-    Float8CurrentScalingRecipeState,
-    MXFP8BlockScalingRecipeState,
-    NVFP4BlockScalingRecipeState,
-    RecipeState,
-    get_fp4_te_dtype,
-    get_fp8_max,
-    get_fp8_te_dtype,
-    get_fp8_torch_dtype,
-)
-from fp4engine.te.pytorch.regions import autocast, fp8_autocast, fp8_model_init, quantized_model_init
-from fp4engine.te.pytorch.roles import DelayedScalingRequest, QuantizerRequest, QuantizerRole
+from fp4engine.te.pytorch import recipe_state, regions, roles
+from fp4engine.te.pytorch.recipe_state import *  # noqa: F403 - what its __all__ says
+from fp4engine.te.pytorch.recipe_state import AnyRecipe
+from fp4engine.te.pytorch.regions import *  # noqa: F403 - what its __all__ says
+from fp4engine.te.pytorch.roles import *  # noqa: F403 - what its __all__ says
 from fp4engine.te.pytorch.state_manager import FP8GlobalStateManager
 from fp4engine.te.pytorch.state_manager import _amax_and_scale_update as _amax_and_scale_update
 from fp4engine.te.pytorch.state_manager import _default_sf_compute as _default_sf_compute
 
 __all__ = [
-    "CustomRecipeState",
-    "DelayedScalingRecipeState",
-    "DelayedScalingRequest",
     "FP8GlobalStateManager",
-    "Float8BlockScalingRecipeState",
-    "Float8CurrentScalingRecipeState",
-    "MXFP8BlockScalingRecipeState",
-    "NVFP4BlockScalingRecipeState",
-    "QuantizerRequest",
-    "QuantizerRole",
-    "RecipeState",
-    "autocast",
     "check_fp8_block_scaling_support",
     "check_fp8_support",
     "check_mxfp8_support",
     "check_nvfp4_support",
     "check_recipe_support",
-    "fp8_autocast",
-    "fp8_model_init",
     "get_align_size_for_quantization",
     "get_default_fp8_recipe",
     "get_default_recipe",
-    "get_fp4_te_dtype",
-    "get_fp8_max",
-    "get_fp8_te_dtype",
-    "get_fp8_torch_dtype",
     "is_bf16_available",
     "is_fp8_available",
     "is_fp8_block_scaling_available",
     "is_mxfp8_available",
     "is_nvfp4_available",
-    "quantized_model_init",
 ]
+__all__ += recipe_state.__all__
+__all__ += regions.__all__
+__all__ += roles.__all__
 
 
 @overload

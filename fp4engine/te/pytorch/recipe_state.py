@@ -22,6 +22,20 @@ from fp4engine.te.pytorch.tensor import (
     NVFP4Quantizer,
 )
 
+__all__ = [
+    "CustomRecipeState",
+    "DelayedScalingRecipeState",
+    "Float8BlockScalingRecipeState",
+    "Float8CurrentScalingRecipeState",
+    "MXFP8BlockScalingRecipeState",
+    "NVFP4BlockScalingRecipeState",
+    "RecipeState",
+    "get_fp4_te_dtype",
+    "get_fp8_max",
+    "get_fp8_te_dtype",
+    "get_fp8_torch_dtype",
+]
+
 AnyRecipe = Recipe | FrozenRecipe
 
 

@@ -19,6 +19,8 @@ from fp4engine.recipe import Recipe as FrozenRecipe
 from fp4engine.te.common.recipe import as_frozen, default_recipe
 from fp4engine.te.pytorch.recipe_state import AnyRecipe
 
+__all__ = ["autocast", "fp8_autocast", "fp8_model_init", "quantized_model_init"]
+
 
 class Open:
     """A region that is open on this thread.

@@ -9,6 +9,8 @@ from torch import Tensor
 from fp4engine.arguments import shown
 from fp4engine.recipe import Format
 
+__all__ = ["DelayedScalingRequest", "QuantizerRequest", "QuantizerRole"]
+
 
 @dataclass(frozen=True)
 class QuantizerRole:

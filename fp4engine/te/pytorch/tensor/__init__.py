@@ -4,50 +4,28 @@ import torch
 
 from fp4engine.te.pytorch.constants import DType
 from fp4engine.te.pytorch.quantized_tensor import QuantizedTensor, QuantizedTensorStorage, Quantizer, rebuild
-from fp4engine.te.pytorch.tensor.float8_blockwise_tensor import (
-    Float8BlockQuantizer,
-    Float8BlockwiseQTensor,
-    Float8BlockwiseQTensorStorage,
+from fp4engine.te.pytorch.tensor import (
+    float8_blockwise_tensor,
+    float8_tensor,
+    hybrid_tensor,
+    identity_tensor,
+    mxfp8_tensor,
+    nvfp4_tensor,
 )
-from fp4engine.te.pytorch.tensor.float8_tensor import (
-    Float8CurrentScalingQuantizer,
-    Float8Quantizer,
-    Float8Tensor,
-    Float8TensorStorage,
-)
-from fp4engine.te.pytorch.tensor.hybrid_tensor import (
-    HybridQuantizedTensor,
-    HybridQuantizedTensorStorage,
-    HybridQuantizer,
-)
-from fp4engine.te.pytorch.tensor.identity_tensor import IdentityQuantizer, IdentityTensor, IdentityTensorStorage
-from fp4engine.te.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer, MXFP8Tensor, MXFP8TensorStorage
-from fp4engine.te.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer, NVFP4Tensor, NVFP4TensorStorage
+from fp4engine.te.pytorch.tensor.float8_blockwise_tensor import *  # noqa: F403 - what its __all__ says
+from fp4engine.te.pytorch.tensor.float8_tensor import *  # noqa: F403 - what its __all__ says
+from fp4engine.te.pytorch.tensor.hybrid_tensor import *  # noqa: F403 - what its __all__ says
+from fp4engine.te.pytorch.tensor.identity_tensor import *  # noqa: F403 - what its __all__ says
+from fp4engine.te.pytorch.tensor.mxfp8_tensor import *  # noqa: F403 - what its __all__ says
+from fp4engine.te.pytorch.tensor.nvfp4_tensor import *  # noqa: F403 - what its __all__ says
 
-__all__ = [
-    "Float8BlockQuantizer",
-    "Float8BlockwiseQTensor",
-    "Float8BlockwiseQTensorStorage",
-    "Float8CurrentScalingQuantizer",
-    "Float8Quantizer",
-    "Float8Tensor",
-    "Float8TensorStorage",
-    "HybridQuantizedTensor",
-    "HybridQuantizedTensorStorage",
-    "HybridQuantizer",
-    "IdentityQuantizer",
-    "IdentityTensor",
-    "IdentityTensorStorage",
-    "MXFP8Quantizer",
-    "MXFP8Tensor",
-    "MXFP8TensorStorage",
-    "NVFP4Quantizer",
-    "NVFP4Tensor",
-    "NVFP4TensorStorage",
-    "QuantizedTensor",
-    "QuantizedTensorStorage",
-    "Quantizer",
-]
+__all__ = ["QuantizedTensor", "QuantizedTensorStorage", "Quantizer"]
+__all__ += float8_blockwise_tensor.__all__
+__all__ += float8_tensor.__all__
+__all__ += hybrid_tensor.__all__
+__all__ += identity_tensor.__all__
+__all__ += mxfp8_tensor.__all__
+__all__ += nvfp4_tensor.__all__
 
 torch.serialization.add_safe_globals(
     [rebuild, DType, *(thing for name in __all__ if isinstance(thing := globals()[name], type))]

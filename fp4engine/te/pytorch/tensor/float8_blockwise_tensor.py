@@ -19,6 +19,8 @@ from fp4engine.te.pytorch.tensor.float8_tensor import require_epsilon
 from fp4engine.tensor import Operand
 from fp4engine.tensor import QuantizedTensor as Operands
 
+__all__ = ["Float8BlockQuantizer", "Float8BlockwiseQTensor", "Float8BlockwiseQTensorStorage"]
+
 _OF_LINES, _OF_SQUARES = ScaleLayout(1, True, (1, 4)), ScaleLayout(128, False, (1, 4))
 
 

@@ -18,6 +18,8 @@ from fp4engine.te.pytorch.quantized_tensor import QuantizedTensor, Quantizer, de
 from fp4engine.tensor import Operand
 from fp4engine.tensor import QuantizedTensor as Operands
 
+__all__ = ["Float8CurrentScalingQuantizer", "Float8Quantizer", "Float8Tensor", "Float8TensorStorage"]
+
 
 class Float8TensorStorage(QuantizedTensorStorage):
     """``value = code * _scale_inv``, the reciprocal of the scale that codes were made by.

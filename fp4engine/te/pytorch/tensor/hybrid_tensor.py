@@ -15,6 +15,8 @@ from fp4engine.te.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
 from fp4engine.tensor import Operand
 from fp4engine.tensor import QuantizedTensor as Operands
 
+__all__ = ["HybridQuantizedTensor", "HybridQuantizedTensorStorage", "HybridQuantizer"]
+
 
 class HybridQuantizedTensorStorage(QuantizedTensorStorage):
     """Two storages, or tensors, of which each holds one side.

@@ -13,6 +13,8 @@ from fp4engine.te.pytorch.quantized_tensor import QuantizedTensor, Quantizer, de
 from fp4engine.tensor import Operand
 from fp4engine.tensor import QuantizedTensor as Operands
 
+__all__ = ["IdentityQuantizer", "IdentityTensor", "IdentityTensorStorage"]
+
 
 class IdentityTensorStorage(QuantizedTensorStorage):
     """One set of values, which serves both sides.

@@ -13,6 +13,8 @@ from fp4engine.te.pytorch.layout import ScaleLayout, codes
 from fp4engine.te.pytorch.tensor.block_storage import BlockQuantizer, BlockStorage, BlockTensor
 from fp4engine.tensor import Operand
 
+__all__ = ["MXFP8Quantizer", "MXFP8Tensor", "MXFP8TensorStorage"]
+
 _LAYOUTS = {"rowwise": ScaleLayout(1, False, (128, 4)), "columnwise": ScaleLayout(1, True, (4, 128))}
 
 

@@ -18,6 +18,8 @@ from fp4engine.te.pytorch.tensor.float8_tensor import share_amaxes
 from fp4engine.tensor import Operand
 from fp4engine.tensor import QuantizedTensor as Operands
 
+__all__ = ["NVFP4Quantizer", "NVFP4Tensor", "NVFP4TensorStorage"]
+
 _LAYOUT = ScaleLayout(1, False, (128, 4))
 
 
