@@ -111,7 +111,7 @@ def test_a_gpus_kernels_are_compiled_beforehand(monkeypatch) -> None:
     monkeypatch.setattr(doctor, "_facts", lambda devices: [])
     monkeypatch.setattr(doctor, "DIGESTS", {})
     monkeypatch.setattr(doctor, "_device_checks", lambda device: [partial(doctor.Check, f"{device}", "", "")])
-    monkeypatch.setattr(doctor, "_compile", lambda checks, jobs: compiled.append(([c() for c in checks], jobs)))
+    monkeypatch.setattr(doctor, "compile_kernels", lambda checks, jobs: compiled.append(([c() for c in checks], jobs)))
     assert [check.name for check in doctor.examine(jobs=3).checks] == ["cpu", "cuda:0", "cuda:1"]
     ((checks, jobs),) = compiled
     assert [check.name for check in checks] == ["cuda:0"] and jobs == 3
@@ -125,7 +125,7 @@ def leave_process_id(path: Path) -> None:
 
 
 def test_checks_run_in_other_processes_and_what_fails_there_is_not_said_twice(tmp_path: Path, capfd) -> None:
-    doctor._compile([partial(leave_process_id, tmp_path / "id"), partial(int, "no number")], 2)
+    doctor.compile_kernels([partial(leave_process_id, tmp_path / "id"), partial(int, "no number")], 2)
     assert (tmp_path / "id").read_text() != str(os.getpid())
     assert capfd.readouterr() == ("", "")
 
