@@ -1,6 +1,5 @@
 """CUDA graphs of modules, which PyTorch captures."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,11 +45,10 @@ def make_graphed_callables(
             raise NotImplementedError(f"make_graphed_callables({name}={value!r}) is not implemented; leave it out")
     if not torch.cuda.is_available():
         raise RuntimeError("make_graphed_callables needs a CUDA device: graphs are CUDA's")
-    region: Callable[[], autocast] = lambda: autocast(
+    with autocast(
         bool(enabled if enabled is not None else fp8_enabled),
         bool(calibrating if calibrating is not None else fp8_calibrating),
         recipe if recipe is not None else fp8_recipe,
         amax_reduction_group if amax_reduction_group is not None else fp8_group,
-    )
-    with region():
+    ):
         return torch.cuda.make_graphed_callables(modules, sample_args, num_warmup_iters, allow_unused_input, pool)
