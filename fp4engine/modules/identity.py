@@ -42,6 +42,7 @@ class Root:
         self.kind = str(next(_kinds)) if kind is None else kind
         self._model = None if model is None else weakref.ref(model)
         self._fits: set[str] = set()
+        _roots.add(self)
 
     @property
     def model(self) -> nn.Module | None:
@@ -49,7 +50,8 @@ class Root:
         return None if self._model is None else self._model()
 
     def require_rules(self, recipe: Recipe) -> None:
-        """Check once for each recipe that its rules are about layers of this model, and that no layer has two places.
+        """Check that the recipe's rules are about layers of this model, that no layer has two places, and none a second
+        one in another model where rules are about it; once for each recipe, until a layer gets a new place somewhere.
 
         Raises:
             ValueError: it is not so.
@@ -65,6 +67,7 @@ class Root:
                     f"{own.name!r} is at {path!r} too since its model was converted, and recipes see a layer by one "
                     f"name: {_WAYS_OUT}"
                 )
+        require_paths(recipe, model)
         try:
             require_rules(recipe, self.names)
         except ValueError as error:
@@ -80,6 +83,19 @@ class Root:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Root, (self.names,)
+
+
+_roots: weakref.WeakSet[Root] = weakref.WeakSet()
+
+
+def _forget_checks(module: nn.Module, name: str, added: nn.Module | None) -> None:
+    """Let all roots look at their models again, if what ``module`` gets has layers that are known by a path."""
+    if _roots and added is not None and any(vars(part).get("_identity") is not None for part in added.modules()):
+        for root in list(_roots):
+            root._fits.clear()
+
+
+nn.modules.module.register_module_module_registration_hook(_forget_checks)
 
 
 class _Anchor:

@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 from collections import OrderedDict
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -232,6 +233,32 @@ def test_cutting_is_seen_after_the_layers_have_run() -> None:
     fp4engine.convert(model)
     assert in_high_precision(model, recipe) == {"layers.1.up", "layers.1.down"}
     assert model.layers[1].up.name == "layers.1.up"
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["region", "own recipe"])
+def test_a_second_place_is_seen_after_the_layers_have_run(own: bool) -> None:
+    recipe = ruled("layers.1")
+    model = converted(recipe if own else None)
+    region = partial(nullcontext) if own else partial(fp4engine.autocast, recipe=recipe)
+    with region():
+        model(X)
+        model.layers.append(model.layers[1])
+        with pytest.raises(ValueError, match=r"'layers.1.up' is at 'layers.3.up' too"):
+            model(X)
+    with pytest.raises(ValueError, match="are one module"), region():
+        fp4engine.convert(model, recipe if own else None)
+        model(X)
+
+
+def test_a_place_in_another_converted_model_is_seen_after_its_layers_have_run() -> None:
+    model, other, recipe = converted(), converted(), ruled("layers.0")
+    with fp4engine.autocast(recipe=recipe):
+        model(X)
+        other(X)
+        other.layers[0] = model.layers[2]
+        with pytest.raises(ValueError, match=r"about 'layers.0.up', and the layer there is 'layers.2.up'"):
+            other(X)
+        model(X)
 
 
 def test_blocks_of_another_model_are_not_approved_by_rules_about_their_places_here() -> None:
