@@ -2,24 +2,27 @@
 
     python examples/convergence/screen.py "one product" board --preset micro
 
-Trains a preset's baseline once and keeps its weights. Then every variant predicts the validation text with these weights,
-and the divergence is the mean Kullback-Leibler divergence of its predictions from the baseline's, in nats per byte. Beside
-it stand the gap that training measured at another preset, and their rank correlation. Nothing is trained in FP4 here: what
-a backward pass, OsciReset or a later step of a schedule changes is not seen, nor what a model learns to live with.
+Trains a preset's baseline once and keeps its weights. Then every variant predicts the validation text with these
+weights; its divergence is the mean Kullback-Leibler divergence of its predictions from the baseline's, in nats per
+byte. Beside it stand the gap that training measured at another preset, and the rank correlation of the two. Nothing
+is trained in FP4 here: what a backward pass, OsciReset or a later step of a schedule changes is not seen, nor what a
+model learns to live with.
 """
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import scipy.stats
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from tqdm import tqdm
 
-if __package__ in (None, ""):  # run as a script: the packages beside this folder are importable
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from convergence import sources, tables
 from convergence.run import RESULTS, SCRATCH
@@ -34,42 +37,41 @@ def parser() -> argparse.ArgumentParser:
     new = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     new.add_argument("studies", nargs="+", choices=STUDIES, metavar="STUDY", help="one product, board, ...")
     new.add_argument("--preset", choices=PRESETS, default="micro", help="whose model is trained (default: micro)")
-    new.add_argument("--measured", choices=PRESETS, default="3m", help="whose gaps stand beside (default: 3m)")
+    new.add_argument("--measured", choices=("3m", "10m"), default="3m", help="whose gaps stand beside (default: 3m)")
     return new
 
 
 def trained(task: StudyTask, scratch: Path) -> Path:
-    """The file of the baseline's trained weights, seed 0; trained where it is not there, resumed where it was stopped."""
+    """The file of the baseline's weights after training with seed 0; trains, or resumes, if it is not there."""
     kept = scratch / "screen" / f"{task.settings.preset}-{task.digest}.safetensors"
     if not kept.exists():
         kept.parent.mkdir(parents=True, exist_ok=True)
         places = Places(kept.parent / "runs", kept.parent / "unfinished")
-        steps = f"/{task.steps} steps of {task.settings.preset}"
-        tell = lambda step: print(f"\r{step}{steps}", end="", flush=True, file=sys.stderr)  # noqa: E731
-        train(task, run_of(BASELINE, task.settings, 0), places, keep=kept, tell=tell)
+        with tqdm(total=task.steps, unit="step", desc=task.settings.preset) as bar:
+
+            def tell(step: int) -> None:
+                bar.update(step - bar.n)
+
+            train(task, run_of(BASELINE, task.settings, 0), places, keep=kept, tell=tell)
     return kept
 
 
 @torch.no_grad()
-def predictions(task: StudyTask, label: str, weights: Path) -> Iterator[Tensor]:
+def predictions(task: StudyTask, label: str, weights: Path) -> list[Tensor]:
     """Log-probabilities [bytes, 256] of each validation batch under a variant's recipe, in FP32."""
     run = run_of(label, task.settings, 0)
-    with RandomStream(0).in_force():
+    with RandomStream(0).in_force(), task.precision(), autocast(enabled=label != BASELINE, recipe=run.recipe.at(0)):
         model = task.model()
         task.convert(model, run)
         checkpoint.load_weights(model, weights)
-        model.eval()
-        for tokens in task.validation(last=True):
-            with task.precision(), autocast(enabled=label != BASELINE, recipe=run.recipe.at(0)):
-                logits = model(tokens[:, :-1])
-            yield F.log_softmax(logits.float().flatten(0, 1), dim=-1)
+        logits = [model.eval()(tokens[:, :-1]) for tokens in task.validation(last=True)]
+    return [F.log_softmax(batch.float().flatten(0, 1), dim=-1) for batch in logits]
 
 
-def divergence(task: StudyTask, label: str, weights: Path, expected: list[Tensor]) -> float:
-    """Mean Kullback-Leibler divergence of a variant's predictions from the baseline's, in nats per byte."""
-    pairs = zip(predictions(task, label, weights), expected, strict=True)
-    means = [F.kl_div(ours, theirs, reduction="batchmean", log_target=True) for ours, theirs in pairs]
-    return float(torch.stack(means).mean())
+def divergence(ours: list[Tensor], baseline: list[Tensor]) -> float:
+    """Mean Kullback-Leibler divergence of predictions from the baseline's, in nats per byte."""
+    pairs = zip(ours, baseline, strict=True)
+    return fmean(F.kl_div(a, b, reduction="batchmean", log_target=True).item() for a, b in pairs)
 
 
 def measured_gaps(preset: str, labels: Sequence[str]) -> dict[str, float]:
@@ -84,27 +86,24 @@ def main(argv: list[str] | None = None) -> int:
     settings = PRESETS[arguments.preset]
     task = task_of(settings, sources.prepare(None, settings.sequence + 1, SCRATCH))
     weights = trained(task, SCRATCH)
-    expected = list(predictions(task, BASELINE, weights))
+    baseline = predictions(task, BASELINE, weights)
     labels = dict.fromkeys(label for study in arguments.studies for label in variants_of(STUDIES[study]))
     gaps = measured_gaps(arguments.measured, list(labels))
-    rows = []
-    for label in labels:
+    rows: list[tuple[str, float, float | None]] = []
+    for label in tqdm(labels, unit="variant"):
         if label != BASELINE and VARIANTS[label].resets is None and VARIANTS[label].outliers is None:
-            rows.append((label, divergence(task, label, weights, expected), gaps.get(label)))
+            moved = divergence(predictions(task, label, weights), baseline)
+            rows.append((label, moved, gaps.get(label)))
     default = next(value for label, value, _ in rows if label == "nvfp4")
-    print(
-        f"| variant | nats per byte | of the default's | expected | gap at {arguments.measured} |\n|---|---:|---:|---:|---:|"
-    )
+    print(f"| variant | nats per byte | over the default's | expected | gap at {arguments.measured} |")
+    print("|---|---:|---:|---:|---:|")
     for label, value, gap in sorted(rows, key=lambda row: row[1]):
         hoped = VARIANTS[label].expected
-        print(
-            f"| {label} | {value:.5f} | {value / default:.2f} | {'' if hoped is None else f'{hoped:.2f}'} "
-            f"| {'' if gap is None else f'{gap:+.2%}'} |"
-        )
-    both = [(value, gap) for _, value, gap in rows if gap is not None]
-    if len(both) > 2:
-        result = scipy.stats.spearmanr(*zip(*both, strict=True))
-        print(f"\nSpearman's correlation of divergence and gap, {len(both)} variants: {result.statistic:.2f}")
+        cells = (f"{hoped:.2f}" if hoped else "", "" if gap is None else f"{gap:+.2%}")
+        print(f"| {label} | {value:.5f} | {value / default:.2f} | {' | '.join(cells)} |")
+    values, known = zip(*((value, gap) for _, value, gap in rows if gap is not None), strict=True)
+    found: Any = scipy.stats.spearmanr(values, known)
+    print(f"\nSpearman's correlation of divergence and gap, {len(known)} variants: {found.statistic:.2f}")
     return 0
 
 
