@@ -75,7 +75,7 @@ def divergence(ours: list[Tensor], baseline: list[Tensor]) -> float:
 
 
 def measured_gaps(preset: str, labels: Sequence[str]) -> dict[str, float]:
-    """Mean gap to the baseline of each variant that was trained at a preset, over up to three seeds."""
+    """Mean gap to the baseline, in percent, of each variant that was trained at a preset, over up to three seeds."""
     found = tables.load(Study("", BASELINE, tuple(labels)), PRESETS[preset], 3, RESULTS)
     rows = [] if found is None else found.rows()
     return {row.label: row.gap.mean for row in rows if row.gap is not None}
@@ -99,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
     print("|---|---:|---:|---:|---:|")
     for label, value, gap in sorted(rows, key=lambda row: row[1]):
         hoped = VARIANTS[label].expected
-        cells = (f"{hoped:.2f}" if hoped else "", "" if gap is None else f"{gap:+.2%}")
+        cells = (f"{hoped:.2f}" if hoped else "", "" if gap is None else f"{gap:+.2f}%")
         print(f"| {label} | {value:.5f} | {value / default:.2f} | {' | '.join(cells)} |")
     values, known = zip(*((value, gap) for _, value, gap in rows if gap is not None), strict=True)
     found: Any = scipy.stats.spearmanr(values, known)
