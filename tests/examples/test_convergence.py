@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fp4engine
-from convergence import run, sources, tables, task, tensors
+from convergence import run, screen, sources, tables, task, tensors
 from convergence.studies import (
     BASELINE,
     HIGH_PRECISION,
@@ -546,3 +546,23 @@ def test_the_tensors_of_a_run_are_measured_and_drawn(
     assert header["setting"]["preset"] == "tiny"
     assert len(rows) == 2 * 10 * 6  # steps, linear layers, operands
     assert all((tmp_path / f"{name}.png").exists() for name in tensors.MEASURES)
+
+
+def test_a_screening_sees_the_forward_pass_alone(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(task, "VALIDATION_BYTES", 0)
+    of_study = task_of(SMALL, corpus)
+    weights = screen.trained(of_study, tmp_path)
+    written = weights.stat().st_mtime_ns
+    assert screen.trained(of_study, tmp_path).stat().st_mtime_ns == written  # is trained once
+    predicted = {
+        label: screen.predictions(of_study, label, weights) for label in (BASELINE, "backward only", "no RHT", "nvfp4")
+    }
+    moved = {label: screen.divergence(ours, predicted[BASELINE]) for label, ours in predicted.items()}
+    assert moved["nvfp4"] == moved["no RHT"] > 1e-7 > moved["backward only"] >= moved[BASELINE] == 0.0
+
+
+def test_a_screening_says_what_its_divergences_say_of_gaps() -> None:
+    rows = [("no SR", 0.03, 4.0), ("nvfp4", 0.02, 3.0), ("scale search", 0.015, None), ("MXFP8", 0.0, 1.0)]
+    text = screen.table(rows, "3m")
+    assert "| scale search | 0.0150 | 0.75 | 0.68 |  | +2.50% |" in text
+    assert text.endswith("over 3 variants: 1.00.\nThe line: 1.00% + 100.0% x nats per byte.")
