@@ -127,9 +127,11 @@ def register_value(kind: type[Value]) -> None:
 
     Where this PyTorch has no such arguments, a graph ends before the operator.
     """
-    register = getattr(getattr(torch._library, "opaque_object", None), "register_opaque_type", None)
-    if register is not None:
-        register(kind, typ="value")
+    found: Any = getattr(torch._library, "opaque_object", None)
+    if hasattr(found, "register_custom_class"):  # PyTorch 2.15 warns of the names before it
+        found.register_custom_class(kind, typ="constant")
+    elif hasattr(found, "register_opaque_type"):
+        found.register_opaque_type(kind, typ="value")
 
 
 _told: WeakValueDictionary[str, Any] = WeakValueDictionary()
