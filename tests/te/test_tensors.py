@@ -571,3 +571,23 @@ def test_a_quantizer_is_an_argument_of_a_custom_operator() -> None:
             lambda x: torch.ops.fp4engine_test.decoded(x, quantizer), backend="eager", fullgraph=True
         )
         assert torch.equal(compiled(x), quantizer(x).dequantize())
+
+
+@pytest.mark.parametrize("kind", [NVFP4Quantizer(), MXFP8Quantizer(DType.kFloat8E4M3)], ids=["NVFP4", "MXFP8"])
+def test_fsdp2_gathers_the_stored_codes_themselves_and_scales_without_padding(kind) -> None:
+    kind = kind.copy()
+    kind.set_usage(rowwise=True, columnwise=not isinstance(kind, NVFP4Quantizer))
+    tensor = kind(torch.randn(48, 64))
+    before = {name: getattr(tensor, name).clone() for name in tensor.fsdp_buffer_fields()}
+    buffers, meta = tensor.fsdp_extract_buffers()
+    assert meta["field_names"] == tuple(before)
+    rows = {"_rowwise_scale_inv": 48, "_columnwise_scale_inv": 2}
+    for name, buffer in zip(before, buffers, strict=True):
+        if name in rows:
+            assert buffer.shape[0] == rows[name]
+        else:
+            assert buffer is getattr(tensor, name)  # and no view of it
+    tensor.fsdp_assign_gathered(buffers, meta)
+    for name, value in before.items():
+        assert getattr(tensor, name).shape == value.shape
+    torch.testing.assert_close(tensor.dequantize(), kind(tensor.dequantize()).dequantize(), rtol=0, atol=0)

@@ -175,7 +175,10 @@ class BlockStorage(QuantizedTensorStorage):
             )
         names, rows = self.fsdp_buffer_fields(), matrix_shape(self.shape)[0]
         lengths = {"_rowwise_scale_inv": rows, "_columnwise_scale_inv": -(-rows // self._spec("columnwise").block[1])}
-        return tuple(getattr(self, name)[: lengths.get(name)] for name in names), {"field_names": names}
+        buffers = [(getattr(self, name), lengths.get(name)) for name in names]
+        # Codes are given as they are, and not as views of them: who gathers may know them by identity.
+        kept = tuple(tensor if length is None else tensor[:length] for tensor, length in buffers)
+        return kept, {"field_names": names}
 
     def fsdp_assign_gathered(self, gathered: Sequence[Tensor | None], meta: dict[str, Any]) -> None:
         """Take codes and scales of all ranks, and pad the scales."""
