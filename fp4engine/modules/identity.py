@@ -41,8 +41,7 @@ class Root:
         self.names = tuple(dict.fromkeys(names))
         self.kind = str(next(_kinds)) if kind is None else kind
         self._model = None if model is None else weakref.ref(model)
-        self._fits: set[str] = set()
-        _roots.add(self)
+        self._fits: dict[str, int] = {}
 
     @property
     def model(self) -> nn.Module | None:
@@ -56,8 +55,10 @@ class Root:
         Raises:
             ValueError: it is not so.
         """
-        if recipe.number in self._fits:
+        begun = _Placings.last  # before anything is looked at
+        if self._fits.get(recipe.number) == begun:
             return
+        _Placings.matter = True
         model = self.model
         assert model is not None
         for path, module in model.named_modules(remove_duplicate=False):
@@ -75,7 +76,7 @@ class Root:
                 f"{error} (of the {type(model).__name__} that was given to convert). Give each model a recipe of its "
                 "own, or convert models that share one, or the parts of one, together, below one module"
             ) from None
-        self._fits.add(recipe.number)
+        self._fits[recipe.number] = begun
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Root":
         copied = memo.get(id(self.model))
@@ -85,17 +86,27 @@ class Root:
         return Root, (self.names,)
 
 
-_roots: weakref.WeakSet[Root] = weakref.WeakSet()
+class _Placings:
+    """How often a module has got a layer that is known by a path: what a root has checked holds until the next time.
+
+    Attributes:
+        last: the number of the latest.
+        matter: whether any root has checked anything, without which nobody counts.
+    """
+
+    numbers = count(1)
+    last = 0
+    matter = False
 
 
-def _forget_checks(module: nn.Module, name: str, added: nn.Module | None) -> None:
-    """Let all roots look at their models again, if what ``module`` gets has layers that are known by a path."""
-    if _roots and added is not None and any(vars(part).get("_identity") is not None for part in added.modules()):
-        for root in list(_roots):
-            root._fits.clear()
+def _count_placing(module: nn.Module, name: str, added: nn.Module | None) -> None:
+    if not _Placings.matter or added is None:
+        return
+    if any(vars(part).get("_identity") is not None for part in added.modules()):
+        _Placings.last = next(_Placings.numbers)
 
 
-nn.modules.module.register_module_module_registration_hook(_forget_checks)
+nn.modules.module.register_module_module_registration_hook(_count_placing)
 
 
 class _Anchor:
