@@ -11,17 +11,37 @@ import sys
 import warnings
 from collections.abc import Sequence
 from functools import partial
-from importlib import import_module
 from types import ModuleType
 from typing import Any, NoReturn
 
-from fp4engine.cli import te
+from fp4engine.cli import (
+    certificates,
+    compare,
+    compare_served,
+    doctor,
+    estimate,
+    export,
+    recipes,
+    recommend,
+    report,
+    te,
+)
 from fp4engine.version import __version__
 
 __all__ = ["COMMANDS", "main"]
 
-_NAMES = "certificates compare compare_served doctor estimate export recipes recommend report te"
-COMMANDS: tuple[ModuleType, ...] = tuple(import_module(f"{__name__}.{name}") for name in _NAMES.split())
+COMMANDS: tuple[ModuleType, ...] = (
+    certificates,
+    compare,
+    compare_served,
+    doctor,
+    estimate,
+    export,
+    recipes,
+    recommend,
+    report,
+    te,
+)
 
 BAD_INPUT = 2
 """Exit code for arguments or files that a command cannot use; 1 is a command's own "no"."""

@@ -149,17 +149,13 @@ def check(task: TextTask, recipes: Mapping[str, Recipe]) -> nn.Module:
         InputError: the model cannot be built, or has no layer that a recipe or a pattern is for.
     """
     for label, recipe in {"baseline": HIGH_PRECISION, **recipes}.items():
-        model = _without_memory(task)
+        model = without_memory(task.model)
         try:
             task.convert(model, Run(label, recipe, 0))
         except ValueError as error:
             raise InputError(f"{label}: {error}") from error
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise InputError("--model: no parameter of the model is trained; set requires_grad, or give --lora")
-    return _without_memory(task)
-
-
-def _without_memory(task: TextTask) -> nn.Module:
     return without_memory(task.model)
 
 
@@ -245,7 +241,7 @@ def _sensitivity(
     runner.places = places
     found: dict[str, Sensitivity | str] = {}
     for label, recipe in recipes.items():
-        model = _without_memory(task)
+        model = without_memory(task.model)
         task.convert(model, Run("baseline", HIGH_PRECISION, 0))
         try:
             found[label] = measure(short(task, weights, steps), recipe, model, runner)
@@ -265,7 +261,7 @@ def estimates(task: TextTask, recipes: Mapping[str, Recipe]) -> dict[str, Estima
 
     found: dict[str, Estimate | str] = {}
     for label, recipe in {task.high_precision.replace("FP32", "BF16"): None, **recipes}.items():
-        model = _without_memory(task)
+        model = without_memory(task.model)
         options: dict[str, Any] = {"batch": task.batch, "sequence": task.sequence, "gpu": GPU, "loss": loss}
         options["host_microseconds"] = 0  # as in a CUDA graph: small models would show the host's time and no other
         try:

@@ -304,9 +304,8 @@ def _linear_forward_outputs(
     x: Tensor, plan: str, needs_dgrad: bool, needs_wgrad: bool, outs: int, parts: int
 ) -> list[Output]:
     rows, cols = x.shape
-    _, size = _layout_of(
-        plan_of(plan), rows, outs, cols, Needs(needs_dgrad, needs_wgrad), parts
-    )  # sizes may be symbols
+    # Sizes may be symbols here, which no cache takes.
+    _, size = _layout_of(plan_of(plan), rows, outs, cols, Needs(needs_dgrad, needs_wgrad), parts)
     return [Output((rows, outs), x.dtype), Output((size,), torch.uint8)]
 
 
