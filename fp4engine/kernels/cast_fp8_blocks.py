@@ -115,7 +115,7 @@ def store_codes(words, stored, data_ptr, scale_ptr, rows, width, row0, col0, TIL
     """Write words [TILE, TILE / 4] and scales [TILE], or the one that there is, of an operand [rows, width]."""
     row = tl.arange(0, TILE)
     word = tl.arange(0, TILE // 4)[None, :]
-    inside = (row < rows - row0) & (col0 < width)  # an empty operand has no columns
+    inside = row < tl.where(col0 < width, rows - row0, 0)  # an empty operand has no columns
     data_ptr = data_ptr.to(tl.pointer_type(tl.uint32)) + (row0.to(tl.int64) * width + col0) // 4
     scale_ptr += row0.to(tl.int64) * (width // TILE) + col0 // TILE
     tl.store(data_ptr + (row[:, None] * (width // 4) + word), words, mask=inside[:, None])
