@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 from collections import OrderedDict
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 
@@ -235,14 +236,22 @@ def test_cutting_is_seen_after_the_layers_have_run() -> None:
     assert model.layers[1].up.name == "layers.1.up"
 
 
+SECOND_PLACES: dict[str, Callable[[nn.ModuleList], object]] = {
+    "append": lambda layers: layers.append(layers[1]),
+    "insert": lambda layers: layers.insert(3, layers[1]),
+    "_modules": lambda layers: layers._modules.update({"3": layers[1]}),
+}
+
+
+@pytest.mark.parametrize("place", SECOND_PLACES.values(), ids=SECOND_PLACES)
 @pytest.mark.parametrize("own", [False, True], ids=["region", "own recipe"])
-def test_a_second_place_is_seen_after_the_layers_have_run(own: bool) -> None:
+def test_a_second_place_is_seen_after_the_layers_have_run(own: bool, place: Callable[[nn.ModuleList], object]) -> None:
     recipe = ruled("layers.1")
     model = converted(recipe if own else None)
     region = partial(nullcontext) if own else partial(fp4engine.autocast, recipe=recipe)
     with region():
         model(X)
-        model.layers.append(model.layers[1])
+        place(model.layers)
         with pytest.raises(ValueError, match=r"'layers.1.up' is at 'layers.3.up' too"):
             model(X)
     with pytest.raises(ValueError, match="are one module"), region():
