@@ -133,7 +133,7 @@ def one_pass(
 
     Raises:
         ValueError: as :func:`sensitivity`; a model in evaluation mode, or one whose gradients go to ``main_grad``; no
-            batches; a loss that is no single finite number with a gradient; not one layer that could be seen.
+            batches; a loss that is no single finite number with a finite gradient; not one layer that could be seen.
 
     Source: the first-order term as in arXiv 1906.10771, the empirical Fisher information as in arXiv 2004.14340, for
     rounding in place of pruning.
@@ -170,6 +170,11 @@ def one_pass(
     seen = set[str]()
     for path, found in effects.sums.items():
         name = str(layers[path].true_name())
+        if not found.isfinite().all():
+            raise ValueError(
+                f"the gradient of loss must be finite, or nothing can be ranked, and at {name!r} it is not, or the "
+                "layer's product in the recipe is not"
+            )
         first, second = found.tolist()
         sums[name] = sums[name][0] + first / len(losses), sums[name][1] + second / len(losses)
         seen.add(name)

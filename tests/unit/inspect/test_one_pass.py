@@ -162,6 +162,12 @@ def test_models_that_cannot_be_seen_are_refused() -> None:
     nan = [(batch()[0] * math.inf, batch()[1])]
     with pytest.raises(ValueError, match="finite"):
         inspect.one_pass(model, loss_of(model), nan, NVFP4, positions=ROWS)
+
+    def with_a_gradient_of_nan(given):
+        return 0 * (0 * model(given[0])).sqrt().sum()
+
+    with pytest.raises(ValueError, match=r"gradient of loss must be finite, .* and at '4' it is not"):
+        inspect.one_pass(model, with_a_gradient_of_nan, [batch()], NVFP4, positions=ROWS)
     model = make_model().requires_grad_(False)
     with pytest.raises(ValueError, match="loss must return one number with a gradient"):
         inspect.one_pass(model, loss_of(model), [batch()], NVFP4, positions=ROWS)
