@@ -176,6 +176,7 @@ class _Runs:
     def __init__(self, make_run: MakeRun, budget: int) -> None:
         self._make_run, self._budget = make_run, budget
         self._losses: dict[str, Sequence[float]] = {}
+        self._steps = 0
         self.kept_back = 0
 
     @property
@@ -188,7 +189,16 @@ class _Runs:
         if key not in self._losses:
             if self.count >= self._budget - self.kept_back:
                 raise OutOfBudget
-            self._losses[key] = _last_quarter(self._make_run(recipe))
+            losses = self._make_run(recipe)
+            tail = _last_quarter(losses)
+            if math.isfinite(tail[0]):
+                self._steps = self._steps or len(losses)
+                if len(losses) != self._steps:
+                    raise ValueError(
+                        f"make_run must return as many losses in each run, whose last quarters are compared, got "
+                        f"{len(losses)} after {self._steps}; one of a run that stops as it diverges must not be finite"
+                    )
+            self._losses[key] = tail
         return last_quarter_mean(self._losses[key])
 
     def require_kept_back(self) -> None:
@@ -256,7 +266,8 @@ def bisect(
 
     Args:
         make_run: trains from a checkpoint under the recipe it is given and returns the loss of each step. It must
-            depend on nothing but the recipe: same checkpoint, same batches, same seeds.
+            depend on nothing but the recipe: same checkpoint, same batches, same seeds. A run that diverges may end
+            early, with a loss that is not finite.
         model: a converted model, for its layers' names and sizes; it is not run and may be on ``meta``.
         recipe: what is suspected; None is ``get_default_recipe()``.
         budget: the most runs to make, at least the two that are compared.
@@ -266,7 +277,7 @@ def bisect(
 
     Raises:
         ValueError: a model without layers, a budget below 2, a tolerance below 0, a recipe without casts of its own,
-            high precision that diverges itself.
+            high precision that diverges itself, finite runs of different lengths.
     """
     recipe = plain(recipe)
     require_callable("make_run", make_run)

@@ -9,7 +9,7 @@ from torch import nn
 
 import fp4engine
 from fp4engine import inspect
-from fp4engine.inspect.search import keeping
+from fp4engine.inspect.search import HIGH_PRECISION, keeping
 from fp4engine.recipe import DelayedScaling, LinearRecipe, Rule, RuledRecipe, zoo
 from fp4engine.recipe.linear import GEMM_OPERANDS
 from fp4engine.roles import QuantizerRole
@@ -220,3 +220,12 @@ def test_sensitivity_ranks_the_three_planted_faults_first(planted) -> None:
     assert {unit.name for unit in advice.ranking[:3]} == names
     assert {rule.name for rule in advice.recipe.rules} == names and advice.share >= 0.6
     assert advice.measured_gap < advice.gap / 20
+
+
+@pytest.mark.parametrize("search", [inspect.bisect, inspect.sensitivity])
+def test_runs_of_different_lengths_are_not_compared(search) -> None:
+    steps = iter((20, 10))
+    with pytest.raises(ValueError, match=r"as many losses in each run, .* got 10 after 20"):
+        search(lambda recipe: [3 - 0.1 * step for step in range(next(steps))], model_of(4), RECIPE)
+    steps = iter((20, *range(3, 100)))
+    assert search(lambda recipe: [1.0] * next(steps) + [math.inf] * (recipe != HIGH_PRECISION), model_of(4), RECIPE)
