@@ -17,7 +17,6 @@ from torch.nn.utils import parametrize
 
 from fp4engine import ops
 from fp4engine.accounting import ConversionPlan
-from fp4engine.accounting.planned import linear_shape
 from fp4engine.arguments import is_number, require_bool, require_dense, require_model, require_one_of, shown
 from fp4engine.convert import convert
 from fp4engine.formats import CastSpec
@@ -182,7 +181,7 @@ def _learnable(learn: str | Sequence[str]) -> tuple[str, ...]:
 
 def _quantizer(gemms: Gemms, tensor_type: str) -> Quantizer:
     assert gemms.recipe is not None
-    return make_quantizer(gemms.recipe, QuantizerRole(gemms.module_type, tensor_type, gemms.name, linear_shape(gemms)))
+    return make_quantizer(gemms.recipe, gemms.role(tensor_type, gemms.recipe))
 
 
 def _learn(model: nn.Module, groups: Mapping[str, tuple[str, ...]], learn: tuple[str, ...]) -> None:
@@ -254,8 +253,7 @@ def _stored(name: str, module: Any, scales: LearnedScales) -> QuantizedWeight:
     weight = module.parametrizations.weight.original.detach()
     if not all(tensor.isfinite().all() for tensor in (weight, scales.block, scales.outer)):
         raise ValueError(f"{name!r} or its learned scales hold a NaN or an Inf, which no code stands for")
-    role = QuantizerRole(module.module_type, "weight", module.name, tuple(weight.shape))
-    quantizer = make_quantizer(scales.recipe, role)
+    quantizer = make_quantizer(scales.recipe, module.role("weight", scales.recipe))
     if isinstance(quantizer, SharedAmaxQuantizer):
         quantizer = quantizer.alone
     operand = scales.operand(weight)

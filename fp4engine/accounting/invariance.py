@@ -2,13 +2,12 @@
 
 from torch import nn
 
-from fp4engine.accounting.planned import linear_modules, linear_shape
+from fp4engine.accounting.planned import linear_modules
 from fp4engine.arguments import require_model
 from fp4engine.modules.gemms import Gemms
 from fp4engine.quantizers import make_quantizer
 from fp4engine.recipe import Recipe
 from fp4engine.recipe.base import require_recipe
-from fp4engine.roles import QuantizerRole
 
 _NAMED = 3
 """The most modules that an error lists."""
@@ -23,6 +22,10 @@ def batch_dependence(model: nn.Module, recipe: Recipe | None = None) -> dict[str
 
     Args:
         recipe: the recipe in force; None takes the modules' own. A module without any multiplies in high precision.
+
+    Raises:
+        ValueError: no model or recipe; a rule matches no layer, or asks for the name of a layer that is not where
+            ``convert`` has found it.
     """
     require_model(model)
     require_recipe(recipe)
@@ -31,9 +34,7 @@ def batch_dependence(model: nn.Module, recipe: Recipe | None = None) -> dict[str
         followed = recipe or module.recipe if isinstance(module, Gemms) else None
         if followed is None or not isinstance(module, Gemms):
             continue
-        quantizer = make_quantizer(
-            followed, QuantizerRole(module.module_type, "input", module.name, linear_shape(module))
-        )
+        quantizer = make_quantizer(followed, module.role("input", followed))
         spec = quantizer.rowwise_spec
         if spec is not None and spec.mixes_rows and not quantizer.is_stateful:
             found[name] = spec.label
@@ -51,7 +52,7 @@ def assert_batch_invariant(model: nn.Module, recipe: Recipe | None = None) -> No
 
     Raises:
         AssertionError: naming modules, and the casts of their inputs.
-        ValueError: no model or recipe.
+        ValueError: as :func:`batch_dependence`.
     """
     if found := batch_dependence(model, recipe):
         named = [f"{name} ({cast})" for name, cast in list(found.items())[:_NAMED]]

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp4engine.accounting.planned import linear_shape
 from fp4engine.arguments import require_bool, require_model, require_path
 from fp4engine.checkpoint_names import Piece
 from fp4engine.export.calibration import evaluated
@@ -261,7 +260,7 @@ def _input_quantizer(gemms: Gemms, form: WeightForm, how: str, amaxes: list[floa
         return _FixedAmax(form.spec, amax_of_all=form.spec.numerator)
     if form is FP8:
         return Quantizer(form.spec.replace(outer=Outer.ROW))
-    return make_quantizer(gemms.recipe, _role(gemms, "input")) if gemms.recipe else Quantizer(form.spec)
+    return make_quantizer(gemms.recipe, gemms.role("input", gemms.recipe)) if gemms.recipe else Quantizer(form.spec)
 
 
 @dataclass(frozen=True)
@@ -376,7 +375,7 @@ def _operands(model: nn.Module, recipe: Recipe | None) -> Generator[Heard]:
                 if isinstance(tensor, QuantizedWeight):
                     heard[name, what] = tensor.rowwise
                     continue
-                quantizer = make_quantizer(followed, _role(gemms, what)).evaluating()
+                quantizer = make_quantizer(followed, gemms.role(what, followed)).evaluating()
                 if not quantizer.draws_in_forward:
                     made = quantizer.quantize(tensor.detach(), columnwise=False).rowwise
                     assert made is not None
@@ -390,10 +389,6 @@ def _operands(model: nn.Module, recipe: Recipe | None) -> Generator[Heard]:
             if isinstance(module, Gemms):
                 stack.enter_context(module.heard_by(listener(name, module)))
         yield heard
-
-
-def _role(gemms: Gemms, tensor_type: str) -> QuantizerRole:
-    return QuantizerRole(gemms.module_type, tensor_type, gemms.name, linear_shape(gemms))
 
 
 def _apart(trained: Heard, served: Heard) -> Iterable[OperandApart]:

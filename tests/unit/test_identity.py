@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 import fp4engine
 from fp4engine import inspect
 from fp4engine.export import share_amax
-from fp4engine.recipe import CustomRecipe, LinearRecipe, NVFP4BlockScaling, Rule, RuledRecipe
+from fp4engine.recipe import CustomRecipe, LinearRecipe, NVFP4BlockScaling, Rule, RuledRecipe, zoo
 
 HIGH, NVFP4 = LinearRecipe(), NVFP4BlockScaling()
 FP4 = "e2m1 x e2m1"
@@ -257,6 +257,16 @@ def test_a_second_place_is_seen_after_the_layers_have_run(own: bool, place: Call
     with pytest.raises(ValueError, match="are one module"), region():
         fp4engine.convert(model, recipe if own else None)
         model(X)
+
+
+def test_invariance_is_asked_by_true_names() -> None:
+    model, recipe = converted(), RuledRecipe(NVFP4BlockScaling(), (Rule(zoo.make("nvfp4_row_scaled"), "layers.1"),))
+    model.layers[0] = copy.deepcopy(model.layers[1])
+    with pytest.raises(ValueError, match=r"is a copy of 'layers.1.up', .* and is at 'layers.0.up' now"):
+        fp4engine.assert_batch_invariant(model, recipe)
+    rows = RuledRecipe(zoo.make("nvfp4_row_scaled"), (Rule(NVFP4BlockScaling(), "nothing"),))
+    with pytest.raises(ValueError, match="rules that match no module: name='nothing'"):
+        fp4engine.assert_batch_invariant(converted(), rows)
 
 
 def test_a_place_in_another_converted_model_is_seen_after_its_layers_have_run() -> None:
