@@ -16,7 +16,8 @@ class Estimate:
         parameter_bytes, gradient_bytes, optimizer_bytes: on one GPU.
         saved_by_linears: what linear layers keep from forward to backward, beyond parameters.
         saved_by_rest: what everything else keeps.
-        temporary: what is alive at the peak beyond all of the above.
+        temporary: what is alive at the peak beyond parameters, optimizer and what is kept; gradients too, as far as
+            they are there by then. These add up to the peak.
         peak: the most that is allocated at once.
         tokens: in one step of one GPU.
         seconds: time of one step, without communication.
@@ -74,7 +75,7 @@ class Estimate:
             ("optimizer", gib(self.optimizer_bytes)),
             ("kept by linears", gib(self.saved_by_linears)),
             ("kept by the rest", gib(self.saved_by_rest)),
-            ("temporary", gib(self.temporary)),
+            ("temporary", f"{gib(self.temporary)}  (at the peak, with the gradients that are there by then)"),
             ("peak", gib(self.peak)),
             ("step", f"{self.seconds * 1e3:,.1f} ms, {self.tokens:,} tokens"),
             ("speed", f"{self.tokens_per_second:,.0f} tokens/s, {self.share_of_peak:.0%} of the BF16 peak"),

@@ -11,6 +11,7 @@ from fp4engine.estimate import MODELS as KNOWN
 from fp4engine.estimate import Architecture, estimate, from_config, from_transformers
 from fp4engine.estimate.decoder import Decoder, add_lora
 from fp4engine.estimate.gpus import HOST
+from fp4engine.estimate.result import gib
 from fp4engine.recipe import zoo
 from gpt.measure import saved_by_linears
 from gpt.model import GPT
@@ -97,6 +98,14 @@ def test_a_step_is_no_faster_than_the_host_starts_its_layers() -> None:
     assert estimate(SMALL, recipe=recipe, sequence=32, host_microseconds=0).seconds < 1e-3
     assert estimate(SMALL, recipe=recipe, sequence=32).seconds == pytest.approx(10 * HOST.nvfp4 * 1e-6)
     assert estimate(SMALL, recipe=zoo.make("mxfp8"), sequence=32).seconds == pytest.approx(10 * HOST.fp8 * 1e-6)
+
+
+@pytest.mark.parametrize("changes", [{}, {"batch": 1, "sequence": 1}, {"fsdp": 2}, {"lora_rank": 4}], ids=str)
+def test_what_is_alive_at_the_peak_adds_up_to_it(changes: dict) -> None:
+    found = estimate(SMALL, **{"recipe": zoo.make("nvfp4"), "batch": 4, "sequence": 512, **changes})
+    kept = found.saved_by_linears + found.saved_by_rest
+    assert found.parameter_bytes + found.optimizer_bytes + kept + found.temporary == found.peak
+    assert f"{gib(found.temporary)}  (at the peak, with the gradients that are there by then)" in str(found)
 
 
 def test_an_optimizer_keeps_moments_in_the_dtype_of_its_parameters() -> None:
