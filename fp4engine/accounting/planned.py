@@ -35,20 +35,20 @@ class PlannedModule:
 
     Attributes:
         name: dotted name in the model; a ``GroupedLinear`` is one module, since a token sees one of its weights.
-        shape: (N, K).
+        shape: (N, K); empty if it has none yet.
         formats: what fprop, dgrad and wgrad multiply, e.g. ``"e2m1 x e2m1"`` or ``"high_precision"``.
         reason: why the module was left alone; empty if it was converted, or is fp4engine's anyway.
     """
 
     name: str
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     formats: tuple[str, str, str]
     reason: str = ""
 
     @property
     def flops_per_token(self) -> int:
         """``2 N K`` for each of the three GEMMs."""
-        return 2 * self.shape[0] * self.shape[1] * len(GEMMS)
+        return 2 * math.prod(self.shape) * len(GEMMS) if self.shape else 0
 
     @property
     def fp4_flops_per_token(self) -> int:
@@ -105,16 +105,21 @@ class ConversionPlan:
         """FLOPs of FP4 GEMMs over FLOPs of all GEMMs with weights, every module and matrix seeing every token once.
 
         A parameter does not tell how many of its experts a token sees, so :attr:`matrices` count whole: the share is
-        then a lower bound. ``executed_gemms(model, step)`` counts what really runs. NaN without FLOPs.
+        then a lower bound. ``executed_gemms(model, step)`` counts what really runs. NaN without FLOPs, or if a module
+        or a matrix has no shape yet.
         """
         total = sum(item.flops_per_token for item in (*self.modules, *self.matrices))
-        return sum(module.fp4_flops_per_token for module in self.modules) / total if total else math.nan
+        if not total or not all(item.shape for item in (*self.modules, *self.matrices)):
+            return math.nan
+        return sum(module.fp4_flops_per_token for module in self.modules) / total
 
     @property
     def summary(self) -> str:
         """One line: how many modules, how many matrices outside them, and the share of FLOPs in FP4."""
         begin = f"{len(self.converted)} of {len(self.modules)} linear modules converted, "
-        share = "no" if math.isnan(self.fp4_share) else f"{self.fp4_share:.1%} of"
+        share = f"{self.fp4_share:.1%} of"
+        if math.isnan(self.fp4_share):
+            share = "an unknown share of" if any(module.fp4_flops_per_token for module in self.modules) else "no"
         if not self.matrices:
             return f"{begin}{share} linear FLOPs planned in FP4"
         return (
@@ -123,7 +128,7 @@ class ConversionPlan:
         )
 
     def __str__(self) -> str:
-        rows = [(m.name, f"{m.shape[0]} x {m.shape[1]}", *m.formats, m.reason) for m in self.modules]
+        rows = [(m.name, " x ".join(map(str, m.shape)), *m.formats, m.reason) for m in self.modules]
         text = table(("module", "N x K", *GEMMS, "left alone because"), collapsed(rows))
         if self.matrices:
             others = [(m.name, " x ".join(map(str, m.shape)), m.reason) for m in self.matrices]
@@ -182,6 +187,9 @@ def plan_module(
         ValueError: as :meth:`fp4engine.modules.Gemms.name_for`, where recipes see the name that the module has.
     """
     formats = (HIGH_PRECISION, HIGH_PRECISION, HIGH_PRECISION)
+    weight = module._parameters.get("weight")
+    if weight is not None and is_lazy(weight):
+        return PlannedModule(name, (), formats, reason)
     shape = linear_shape(module)
     if isinstance(module, Gemms):
         recipe = recipe or module.recipe or get_default_recipe()

@@ -1,6 +1,7 @@
 """What is said to run in FP4 is a share of everything that multiplies, in whatever module or parameter it is."""
 
 import ast
+import math
 import re
 
 import pytest
@@ -124,6 +125,13 @@ def test_what_is_no_linear_module_is_in_the_plan_and_in_the_count() -> None:
 def test_a_plan_without_products_is_printed(layer: torch.nn.Module) -> None:
     plan = fp4engine.convert(torch.nn.Sequential(layer))
     assert str(plan).endswith(" of 1 linear modules converted, no linear FLOPs planned in FP4")
+
+
+@pytest.mark.parametrize("layer", [torch.nn.LazyLinear(4), torch.nn.LazyConv1d(4, 3)], ids=str)
+def test_a_layer_without_a_shape_is_no_layer_without_flops(layer: torch.nn.Module) -> None:
+    plan = fp4engine.convert(torch.nn.Sequential(torch.nn.Linear(32, 32), layer))
+    assert math.isnan(plan.fp4_share)
+    assert "an unknown share of" in plan.summary and "100" not in str(plan)
 
 
 def test_a_model_of_linear_modules_has_nothing_else_in_its_plan() -> None:
