@@ -249,35 +249,44 @@ def test_packed_inputs_go_through_a_module() -> None:
     assert torch.allclose(found, expected, atol=1e-6)
 
 
-def test_what_is_not_there_is_refused_by_name() -> None:
-    for arguments in ({"softmax_type": "learnable"}, {"cp_group": object()}, {"tp_size": 2}):
-        with pytest.raises(NotImplementedError):
-            DotProductAttention(HEADS, SIZE, **arguments)
-    with pytest.raises(NotImplementedError, match="score_mod"):
-        make()(*qkv(), score_mod=lambda score: score)
-
-
 @pytest.mark.parametrize(
-    ("kind", "given", "window"),
+    ("ask", "said"),
     [
-        ("causal", None, (-1, 0)),
-        ("padding,causal", (-1, 0), (-1, 0)),
-        ("causal_bottom_right", (3, 0), (3, 0)),
-        ("no_mask", None, (-1, -1)),
-        ("arbitrary", (2, 3), (2, 3)),
+        (lambda: DotProductAttention(HEADS, SIZE, softmax_type="learnable"), "softmax_type"),
+        (lambda: DotProductAttention(HEADS, SIZE, cp_group=object()), "cp_group"),
+        (lambda: DotProductAttention(HEADS, SIZE, tp_size=2), "tp_size=2"),
+        (lambda: make()(*qkv(), score_mod=lambda score: score), "score_mod"),
+        (
+            lambda: make(attn_mask_type="padding")(*qkv(), qkv_format="thd", inference_params=InferenceParams(2, 16)),
+            "inference_params with qkv_format='thd'",
+        ),
+        (
+            lambda: TransformerLayer(32, 64, HEADS, attn_input_format="thd", drop_path_rate=0.1),
+            "drop_path_rate=0.1.* attn_input_format='thd'",
+        ),
     ],
 )
-def test_windows_that_suit_their_masks(kind, given, window) -> None:
-    assert check_set_window_size(kind, given) == window
+def test_what_is_not_there_is_refused_by_name(ask, said) -> None:
+    with pytest.raises(NotImplementedError, match=said):
+        ask()
 
 
 @pytest.mark.parametrize(
-    ("kind", "given", "window"),
-    [("causal", (3, 2), (3, 0)), ("causal", (-1, -1), (-1, 0)), ("padding", (-1, 0), (-1, -1))],
+    ("kind", "given", "window", "warns"),
+    [
+        ("causal", None, (-1, 0), False),
+        ("padding,causal", (-1, 0), (-1, 0), False),
+        ("causal_bottom_right", (3, 0), (3, 0), False),
+        ("no_mask", None, (-1, -1), False),
+        ("arbitrary", (2, 3), (2, 3), False),
+        ("causal", (3, 2), (3, 0), True),
+        ("causal", (-1, -1), (-1, 0), True),
+        ("padding", (-1, 0), (-1, -1), True),
+    ],
 )
-def test_windows_are_fitted_to_their_masks(kind, given, window) -> None:
-    with pytest.warns(UserWarning, match="window_size"):
-        assert check_set_window_size(kind, given) == window
+def test_windows_are_fitted_to_their_masks(kind, given, window, warns, recwarn) -> None:
+    assert check_set_window_size(kind, given) == window
+    assert ["window_size" in str(warning.message) for warning in recwarn] == [True] * warns
 
 
 @pytest.mark.parametrize(
@@ -341,13 +350,6 @@ def test_slopes_begin_where_the_mask_does() -> None:
     assert torch.allclose(alibi, expected, atol=1e-5)
 
 
-def test_packed_sequences_are_not_generated() -> None:
-    attention = DotProductAttention(HEADS, SIZE, qkv_format="thd", attn_mask_type="padding_causal")
-    query, ends = torch.randn(5, HEADS, SIZE), torch.tensor([0, 3, 5])
-    with pytest.raises(NotImplementedError, match="inference_params with qkv_format='thd'"):
-        attention(query, query, query, cu_seqlens_q=ends, inference_params=InferenceParams(2, 16))
-
-
 @pytest.mark.parametrize(
     ("kind", "arguments", "message"),
     [
@@ -373,11 +375,6 @@ def test_packed_sequences_are_not_generated() -> None:
 def test_masks_and_biases_go_with_their_words(kind, arguments, message) -> None:
     with pytest.raises(ValueError, match=message):
         make(attn_mask_type=kind)(*qkv(), **arguments)
-
-
-def test_packed_tokens_have_no_samples_to_drop() -> None:
-    with pytest.raises(NotImplementedError, match=r"drop_path_rate=0.1.* attn_input_format='thd'"):
-        TransformerLayer(32, 64, HEADS, attn_input_format="thd", drop_path_rate=0.1)
 
 
 @pytest.mark.parametrize(

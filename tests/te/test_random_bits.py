@@ -5,39 +5,29 @@ import torch
 import torch.utils.checkpoint
 
 import fp4engine
+import fp4engine.te.pytorch as te
 from fp4engine.te.common import recipe as recipes
-from fp4engine.te.pytorch import (
-    DType,
-    GroupedLinear,
-    HybridQuantizer,
-    LayerNormMLP,
-    Linear,
-    MXFP8Quantizer,
-    NVFP4Quantizer,
-    autocast,
-    checkpoint,
-)
 
 
-def stochastic() -> NVFP4Quantizer:
-    return NVFP4Quantizer(stochastic_rounding=True)
+def stochastic() -> te.NVFP4Quantizer:
+    return te.NVFP4Quantizer(stochastic_rounding=True)
 
 
 def factory(role):
-    return stochastic() if role is not None and role.tensor_type == "grad_output" else NVFP4Quantizer()
+    return stochastic() if role is not None and role.tensor_type == "grad_output" else te.NVFP4Quantizer()
 
 
 DRAWING = [recipes.NVFP4BlockScaling(), recipes.CustomRecipe(qfactory=factory)]
 QUIET = [
     recipes.NVFP4BlockScaling(disable_stochastic_rounding=True),
     recipes.Float8CurrentScaling(),
-    recipes.CustomRecipe(qfactory=lambda role: MXFP8Quantizer(DType.kFloat8E4M3)),
+    recipes.CustomRecipe(qfactory=lambda role: te.MXFP8Quantizer(te.DType.kFloat8E4M3)),
 ]
 
 
 @pytest.mark.parametrize(
     "make",
-    [stochastic, lambda: HybridQuantizer(rowwise_quantizer=NVFP4Quantizer(), columnwise_quantizer=stochastic())],
+    [stochastic, lambda: te.HybridQuantizer(rowwise_quantizer=te.NVFP4Quantizer(), columnwise_quantizer=stochastic())],
     ids=["nvfp4", "hybrid"],
 )
 def test_quantizers_repeat_by_the_generators_state(make) -> None:
@@ -53,7 +43,11 @@ def test_quantizers_repeat_by_the_generators_state(make) -> None:
 @pytest.mark.parametrize("recipe", DRAWING, ids=["nvfp4", "custom"])
 @pytest.mark.parametrize(
     ("make", "others"),
-    [(lambda: Linear(32, 32), ()), (lambda: LayerNormMLP(32, 64), ()), (lambda: GroupedLinear(2, 32, 32), ([8, 24],))],
+    [
+        (lambda: te.Linear(32, 32), ()),
+        (lambda: te.LayerNormMLP(32, 64), ()),
+        (lambda: te.GroupedLinear(2, 32, 32), ([8, 24],)),
+    ],
     ids=["linear", "mlp", "grouped"],
 )
 def test_modules_repeat_by_the_generators_state(recipe, make, others) -> None:
@@ -61,7 +55,7 @@ def test_modules_repeat_by_the_generators_state(recipe, make, others) -> None:
     x, grad = torch.randn(32, 32, requires_grad=True), torch.randn(32, 32)
 
     def gradient():
-        with autocast(recipe=recipe):
+        with te.autocast(recipe=recipe):
             y = layer(x, *others)
         return torch.autograd.grad(y, x, grad)[0]
 
@@ -77,21 +71,21 @@ def test_modules_repeat_by_the_generators_state(recipe, make, others) -> None:
 
 @pytest.mark.parametrize("recipe", QUIET, ids=["nearest", "fp8", "custom"])
 def test_what_rounds_to_nearest_leaves_the_generator_alone(recipe) -> None:
-    layer, x = Linear(32, 32), torch.randn(32, 32)
+    layer, x = te.Linear(32, 32), torch.randn(32, 32)
     before = torch.get_rng_state()
-    with autocast(recipe=recipe):
+    with te.autocast(recipe=recipe):
         layer(x).sum().backward()
-    NVFP4Quantizer()(x)
+    te.NVFP4Quantizer()(x)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_regions_inside_one_take_one_number_of_the_generator() -> None:
     torch.manual_seed(7)
-    layers, x = [Linear(32, 32) for _ in range(2)], torch.randn(32, 32)
+    layers, x = [te.Linear(32, 32) for _ in range(2)], torch.randn(32, 32)
     state = torch.get_rng_state()
-    with autocast(recipe=DRAWING[0]):
+    with te.autocast(recipe=DRAWING[0]):
         for layer in layers:
-            with autocast(recipe=recipes.NVFP4BlockScaling(disable_rht=True)):
+            with te.autocast(recipe=recipes.NVFP4BlockScaling(disable_rht=True)):
                 layer(x)
     after = torch.get_rng_state()
     torch.set_rng_state(state)
@@ -100,9 +94,9 @@ def test_regions_inside_one_take_one_number_of_the_generator() -> None:
 
 
 CHECKPOINTS = {
-    "reentrant": checkpoint,
+    "reentrant": te.checkpoint,
     "fp4engine's": fp4engine.checkpoint,
-    "not": lambda block, x: checkpoint(block, x, use_reentrant=False),
+    "not": lambda block, x: te.checkpoint(block, x, use_reentrant=False),
     "torch's": lambda block, x: torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False),
 }
 
@@ -110,11 +104,11 @@ CHECKPOINTS = {
 @pytest.mark.parametrize("way", CHECKPOINTS)
 @pytest.mark.parametrize("region", ["around", "inside"])
 def test_dropout_in_a_checkpoint_repeats_its_mask(way: str, region: str) -> None:
-    blocks = [torch.nn.Sequential(Linear(32, 32), torch.nn.Dropout(0.3), Linear(32, 32)) for _ in range(2)]
+    blocks = [torch.nn.Sequential(te.Linear(32, 32), torch.nn.Dropout(0.3), te.Linear(32, 32)) for _ in range(2)]
 
     def inside(block):
         def run(x):
-            with autocast(recipe=recipes.NVFP4BlockScaling()):
+            with te.autocast(recipe=recipes.NVFP4BlockScaling()):
                 return block(x)
 
         return run
@@ -125,7 +119,7 @@ def test_dropout_in_a_checkpoint_repeats_its_mask(way: str, region: str) -> None
         if region == "inside":
             y = call(inside(blocks[1]), call(inside(blocks[0]), x))
         else:
-            with autocast(recipe=recipes.NVFP4BlockScaling()):
+            with te.autocast(recipe=recipes.NVFP4BlockScaling()):
                 y = call(blocks[1], call(blocks[0], x))
         y.square().mean().backward()
         return y, x.grad, torch.get_rng_state()
@@ -136,12 +130,12 @@ def test_dropout_in_a_checkpoint_repeats_its_mask(way: str, region: str) -> None
 
 @pytest.mark.parametrize("way", CHECKPOINTS)
 def test_dropout_beside_a_module_that_is_a_checkpoint_repeats_its_mask(way: str) -> None:
-    mlp, dropout = LayerNormMLP(32, 64), torch.nn.Dropout(0.3)
+    mlp, dropout = te.LayerNormMLP(32, 64), torch.nn.Dropout(0.3)
 
     def gradient(call):
         torch.manual_seed(7)
         x = torch.linspace(-1, 1, 1024).view(32, 32).requires_grad_()
-        with autocast(recipe=recipes.NVFP4BlockScaling()):
+        with te.autocast(recipe=recipes.NVFP4BlockScaling()):
             y = call(lambda x: dropout(mlp(x)), x)
         y.square().mean().backward()
         return x.grad
@@ -162,7 +156,7 @@ TOLD = {
 @pytest.mark.parametrize("outer", CHECKPOINTS)
 @pytest.mark.parametrize("inner", TOLD)
 def test_dropout_in_a_checkpoint_inside_another_repeats_its_mask(outer: str, inner: str) -> None:
-    blocks = [torch.nn.Sequential(Linear(32, 32), torch.nn.Dropout(0.3)) for _ in range(3)]
+    blocks = [torch.nn.Sequential(te.Linear(32, 32), torch.nn.Dropout(0.3)) for _ in range(3)]
 
     def gradient(around, within):
         def stage(x):
@@ -172,7 +166,7 @@ def test_dropout_in_a_checkpoint_inside_another_repeats_its_mask(outer: str, inn
 
         torch.manual_seed(7)
         x = torch.linspace(-1, 1, 1024).view(32, 32).requires_grad_()
-        with autocast(recipe=recipes.NVFP4BlockScaling()):
+        with te.autocast(recipe=recipes.NVFP4BlockScaling()):
             y = around(stage, x)
         y.square().mean().backward()
         return x.grad

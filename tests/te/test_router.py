@@ -85,18 +85,32 @@ def test_the_auxiliary_loss() -> None:
     assert float(loss) == pytest.approx(by_hand, rel=1e-5)
     loss.backward()
     assert logits.grad.abs().sum() > 0
+    as_bytes = fused_compute_score_for_moe_aux_loss(logits, 2, "sigmoid", RoutingMapFormat.BYTEMAP)
+    assert all(map(torch.equal, as_bytes, (routes, scores)))
 
 
-def test_what_is_not_there_is_refused() -> None:
-    logits = torch.randn(2, 4)
-    with pytest.raises(NotImplementedError, match="bitmap_u8"):
-        fused_compute_score_for_moe_aux_loss(logits, 1, "softmax", "bitmap_u8")
-    with pytest.raises(ValueError, match="score_function"):
-        fused_compute_score_for_moe_aux_loss(logits, 1, "tanh")
-    with pytest.raises(NotImplementedError, match="qb_histogram"):
-        fused_topk_with_score_function(
-            logits, 1, False, None, None, None, "sigmoid", None, qb_histogram=torch.zeros(4, 2)
-        )
+@pytest.mark.parametrize(
+    ("arguments", "error", "said"),
+    [
+        ((1, True, 4, 2, None, "sigmoid", None), ValueError, "topk must be at least group_topk=2, got 1"),
+        ((1, False, None, None, None, "softmax", torch.zeros(4)), ValueError, "got score_function='softmax'"),
+        ((1, "softmax", "bitmap_u8"), NotImplementedError, "bitmap_u8"),
+        ((1, "softmax", RoutingMapFormat.BITMAP_U8), NotImplementedError, "BITMAP_U8"),
+        ((1, "tanh"), ValueError, "score_function"),
+    ],
+)
+def test_what_is_not_there_is_refused(arguments, error, said) -> None:
+    function = fused_topk_with_score_function if len(arguments) > 3 else fused_compute_score_for_moe_aux_loss
+    with pytest.raises(error, match=said):
+        function(torch.randn(2, 8), *arguments)
+
+
+@pytest.mark.parametrize(
+    "unused", [{"qb_histogram": torch.zeros(4, 2)}, {"qb_bin_bounds": torch.zeros(2)}, {"qb_histogram_mode": "x"}]
+)
+def test_histograms_are_not_made(unused) -> None:
+    with pytest.raises(NotImplementedError, match=next(iter(unused))):
+        fused_topk_with_score_function(torch.randn(2, 4), 1, False, None, None, None, "sigmoid", None, **unused)
 
 
 def test_recomputation_is_told_within_its_regions() -> None:
@@ -123,21 +137,6 @@ def test_a_checkpoint_tells_of_its_two_runs(use_reentrant) -> None:
     checkpoint(body, torch.randn(16, 16, requires_grad=True), use_reentrant=use_reentrant).sum().backward()
     assert told == [(False, True, False), (False, True, True)]
     assert layer.weight.grad is not None
-
-
-def test_fewer_experts_than_groups_are_refused() -> None:
-    logits = torch.tensor([[9.0, 1, 2, 1, 3, 4, 5, 6]])
-    with pytest.raises(ValueError, match="topk must be at least group_topk=2, got 1"):
-        fused_topk_with_score_function(logits, 1, True, 4, 2, None, "sigmoid", None)
-    for unused in ({"qb_bin_bounds": torch.zeros(2)}, {"qb_histogram_mode": "two_kernel"}):
-        with pytest.raises(NotImplementedError, match=next(iter(unused))):
-            fused_topk_with_score_function(logits, 1, False, None, None, None, "sigmoid", None, **unused)
-    with pytest.raises(ValueError, match="got score_function='softmax'"):
-        fused_topk_with_score_function(logits, 1, False, None, None, None, "softmax", torch.zeros(4))
-    _, plain = fused_compute_score_for_moe_aux_loss(logits, 2, "softmax")
-    assert torch.equal(fused_compute_score_for_moe_aux_loss(logits, 2, "softmax", RoutingMapFormat.BYTEMAP)[1], plain)
-    with pytest.raises(NotImplementedError, match="BITMAP_U8"):
-        fused_compute_score_for_moe_aux_loss(logits, 2, "softmax", RoutingMapFormat.BITMAP_U8)
 
 
 def test_a_scaling_factor_of_zero_is_one() -> None:

@@ -44,6 +44,8 @@ def test_what_is_read_is_what_is_in_force() -> None:
     assert Manager.get_autocast_state() == OUTSIDE
     with quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
         assert qstate.fp8_parameters and Manager.HIGH_PRECISION_INIT_VAL
+        assert Manager.with_fp8_parameters() and Manager.with_high_precision_init_val()
+    assert not Manager.with_fp8_parameters()
     with pytest.raises(AttributeError, match="no attribute 'NONSENSE'"):
         _ = Manager.NONSENSE
 
@@ -64,6 +66,9 @@ def test_a_region_by_hand_is_one_by_with() -> None:
         assert Manager.fp8_graph_capturing()
     with pytest.raises(RuntimeError, match="none is open here"):
         Manager.autocast_exit(True, False)
+    autocast().__enter__()
+    Manager.reset()
+    assert not Manager.is_fp8_enabled()
 
 
 def test_what_is_set_holds_until_the_region_is_left() -> None:

@@ -7,48 +7,23 @@ import torch
 from torch._library.opaque_object import get_opaque_type_name
 
 import fp4engine
-from fp4engine.te.common.recipe import (
-    CustomRecipe,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
-)
-from fp4engine.te.pytorch import (
-    DType,
-    Float8BlockQuantizer,
-    Float8BlockwiseQTensor,
-    Float8CurrentScalingQuantizer,
-    Float8Quantizer,
-    Float8Tensor,
-    HybridQuantizedTensor,
-    HybridQuantizer,
-    IdentityQuantizer,
-    IdentityTensor,
-    Linear,
-    MXFP8Quantizer,
-    MXFP8Tensor,
-    NVFP4Quantizer,
-    NVFP4Tensor,
-    Quantizer,
-    autocast,
-    prepare_for_saving,
-    quantized_model_init,
-    restore_from_saved,
-)
+import fp4engine.te.pytorch as te
+from fp4engine.te.common import recipe as recipes
 from fp4engine.te.pytorch.cpp_extensions import general_gemm
 
+E4M3 = te.DType.kFloat8E4M3
 
-def hybrid(columnwise=None, **arguments) -> HybridQuantizer:
-    return HybridQuantizer(
-        rowwise_quantizer=MXFP8Quantizer(DType.kFloat8E4M3),
-        columnwise_quantizer=columnwise or NVFP4Quantizer(),
+
+def hybrid(columnwise=None, **arguments) -> te.HybridQuantizer:
+    return te.HybridQuantizer(
+        rowwise_quantizer=te.MXFP8Quantizer(E4M3),
+        columnwise_quantizer=columnwise or te.NVFP4Quantizer(),
         **arguments,
     )
 
 
-def per_tensor() -> Float8CurrentScalingQuantizer:
-    return Float8CurrentScalingQuantizer(DType.kFloat8E4M3)
+def per_tensor() -> te.Float8CurrentScalingQuantizer:
+    return te.Float8CurrentScalingQuantizer(E4M3)
 
 
 def test_a_side_that_is_gone_cannot_be_asked_for() -> None:
@@ -77,7 +52,7 @@ def test_an_update_leaves_the_sides_that_are_not_in_use(used) -> None:
 
 def test_what_is_written_into_high_precision_is_a_copy() -> None:
     source = torch.ones(16, 16)
-    tensor = IdentityQuantizer()(torch.zeros(16, 16))
+    tensor = te.IdentityQuantizer()(torch.zeros(16, 16))
     tensor.copy_(source)
     tensor.add_(1)
     assert torch.equal(source, torch.ones(16, 16)) and torch.equal(tensor.dequantize(), source + 1)
@@ -86,21 +61,23 @@ def test_what_is_written_into_high_precision_is_a_copy() -> None:
 
 
 def test_high_precision_passes_for_the_dtype_that_it_is_kept_in() -> None:
-    tensor = IdentityQuantizer().make_empty((16, 16), dtype=torch.bfloat16)
+    tensor = te.IdentityQuantizer().make_empty((16, 16), dtype=torch.bfloat16)
     assert tensor.dtype is torch.bfloat16
     source = torch.randn(16, 16)
-    IdentityQuantizer(dtype=torch.float32).update_quantized(source, tensor)
+    te.IdentityQuantizer(dtype=torch.float32).update_quantized(source, tensor)
     assert tensor.dtype is torch.float32 and torch.equal(tensor.dequantize(), source)
 
 
 def test_fast_math_of_4over6_is_refused_by_name(monkeypatch) -> None:
     monkeypatch.setenv("NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH", "1")
-    NVFP4Quantizer()
+    te.NVFP4Quantizer()
     with pytest.raises(ValueError, match="FAST_MATH='1' is not implemented"):
-        NVFP4Quantizer(nvfp4_use_4over6=True)
+        te.NVFP4Quantizer(nvfp4_use_4over6=True)
 
 
-@pytest.mark.parametrize("quantizer", [IdentityQuantizer(), hybrid(), hybrid(IdentityQuantizer()), NVFP4Quantizer()])
+@pytest.mark.parametrize(
+    "quantizer", [te.IdentityQuantizer(), hybrid(), hybrid(te.IdentityQuantizer()), te.NVFP4Quantizer()]
+)
 def test_files_load_with_weights_only(quantizer) -> None:
     tensor, file = quantizer(torch.randn(32, 64)), io.BytesIO()
     torch.save(tensor, file)
@@ -110,30 +87,30 @@ def test_files_load_with_weights_only(quantizer) -> None:
     assert torch.equal(loaded.dequantize(), tensor.dequantize())
 
 
-def both_ways(role) -> HybridQuantizer:
-    return HybridQuantizer(
-        rowwise_quantizer=Float8CurrentScalingQuantizer(DType.kFloat8E4M3),
-        columnwise_quantizer=Float8CurrentScalingQuantizer(DType.kFloat8E4M3),
+def both_ways(role) -> te.HybridQuantizer:
+    return te.HybridQuantizer(
+        rowwise_quantizer=te.Float8CurrentScalingQuantizer(E4M3),
+        columnwise_quantizer=te.Float8CurrentScalingQuantizer(E4M3),
     )
 
 
 def test_weights_of_a_factory_are_of_its_classes() -> None:
-    recipe = CustomRecipe(qfactory=both_ways)
-    with quantized_model_init(recipe=recipe):
-        layer = Linear(32, 32)
+    recipe = recipes.CustomRecipe(qfactory=both_ways)
+    with te.quantized_model_init(recipe=recipe):
+        layer = te.Linear(32, 32)
     values = layer.weight.dequantize()
-    assert isinstance(layer.weight, HybridQuantizedTensor)
+    assert isinstance(layer.weight, te.HybridQuantizedTensor)
     assert torch.equal(layer.weight.rowwise_sub_storage.dequantize(), values)
     assert torch.equal(layer.weight.columnwise_sub_storage.dequantize(), values)
     assert layer.weight.dequantize(dtype=torch.bfloat16).dtype is torch.bfloat16
-    with autocast(recipe=recipe):
+    with te.autocast(recipe=recipe):
         layer(torch.randn(32, 32)).sum().backward()
     assert layer.weight.grad is not None
-    with pytest.raises(RuntimeError, match="Recipe mismatch"), autocast(recipe=Float8CurrentScaling()):
+    with pytest.raises(RuntimeError, match="Recipe mismatch"), te.autocast(recipe=recipes.Float8CurrentScaling()):
         layer(torch.randn(32, 32))
-    with quantized_model_init(recipe=CustomRecipe(qfactory=lambda role: IdentityQuantizer())):
-        plain = Linear(32, 32)
-    assert isinstance(plain.weight, IdentityTensor) and isinstance(plain.weight, torch.nn.Parameter)
+    with te.quantized_model_init(recipe=recipes.CustomRecipe(qfactory=lambda role: te.IdentityQuantizer())):
+        plain = te.Linear(32, 32)
+    assert isinstance(plain.weight, te.IdentityTensor) and isinstance(plain.weight, torch.nn.Parameter)
     x = torch.randn(32, 32)
     expected = torch.nn.functional.linear(x, plain.weight.dequantize(), plain.bias)
     assert torch.equal(plain(x), expected)
@@ -142,9 +119,9 @@ def test_weights_of_a_factory_are_of_its_classes() -> None:
 def test_parts_of_codes_under_one_scale_are_quantized() -> None:
     torch.manual_seed(0)
     x = torch.randn(64, 40)
-    current = Float8CurrentScalingQuantizer(DType.kFloat8E4M3, device="cpu")
-    both = HybridQuantizer(rowwise_quantizer=current, columnwise_quantizer=current.copy())
-    for quantizer in (current, both, IdentityQuantizer()):
+    current = te.Float8CurrentScalingQuantizer(E4M3, device="cpu")
+    both = te.HybridQuantizer(rowwise_quantizer=current, columnwise_quantizer=current.copy())
+    for quantizer in (current, both, te.IdentityQuantizer()):
         whole = quantizer(x)
         values = whole.dequantize()
         views = (whole[3:9], whole.narrow(0, 16, 32), whole[:, 1::2], whole.view(4, 16, 40), *whole.split(20))
@@ -158,6 +135,8 @@ def test_parts_of_codes_under_one_scale_are_quantized() -> None:
 
 
 WRITES = {
+    "itself": lambda tensor, values: tensor.copy_(values),
+    "arithmetic": lambda tensor, values: tensor.mul_(0).add_(values),
     "data": lambda tensor, values: tensor.data.copy_(values),
     "new data": lambda tensor, values: setattr(tensor, "data", values),
     "detached": lambda tensor, values: tensor.detach().copy_(values),
@@ -172,11 +151,9 @@ WRITES = {
 
 
 @pytest.mark.parametrize("way", WRITES)
-@pytest.mark.parametrize(
-    "kind", [NVFP4Quantizer(), MXFP8Quantizer(DType.kFloat8E4M3), "FP8"], ids=["NVFP4", "MXFP8", "FP8"]
-)
+@pytest.mark.parametrize("kind", [te.NVFP4Quantizer(), te.MXFP8Quantizer(E4M3), "FP8"], ids=["NVFP4", "MXFP8", "FP8"])
 def test_what_is_written_is_there_or_refused(kind, way: str) -> None:
-    quantizer = Float8CurrentScalingQuantizer(DType.kFloat8E4M3, device="cpu") if kind == "FP8" else kind
+    quantizer = te.Float8CurrentScalingQuantizer(E4M3, device="cpu") if kind == "FP8" else kind
     tensor, values = quantizer(torch.randn(32, 32)), torch.full((32, 32), 2.0)
     before = tensor.dequantize().clone()
     try:
@@ -188,7 +165,7 @@ def test_what_is_written_is_there_or_refused(kind, way: str) -> None:
         assert torch.equal(tensor.dequantize(), values)
 
 
-@pytest.mark.parametrize("kind", [NVFP4Quantizer(), MXFP8Quantizer(DType.kFloat8E4M3)], ids=["NVFP4", "MXFP8"])
+@pytest.mark.parametrize("kind", [te.NVFP4Quantizer(), te.MXFP8Quantizer(E4M3)], ids=["NVFP4", "MXFP8"])
 def test_data_of_the_same_kind_is_taken_as_it_is(kind) -> None:
     tensor, other = kind(torch.randn(32, 32)), kind(torch.randn(32, 32))
     tensor.data = torch.ones(8, 16, dtype=torch.bfloat16)
@@ -202,7 +179,7 @@ def test_data_of_the_same_kind_is_taken_as_it_is(kind) -> None:
     assert torch.equal(tensor.dequantize(), other.dequantize())
 
 
-@pytest.mark.parametrize("kind", [NVFP4Quantizer(), MXFP8Quantizer(DType.kFloat8E4M3)], ids=["NVFP4", "MXFP8"])
+@pytest.mark.parametrize("kind", [te.NVFP4Quantizer(), te.MXFP8Quantizer(E4M3)], ids=["NVFP4", "MXFP8"])
 def test_a_module_takes_its_codes_to_another_dtype(kind) -> None:
     module = torch.nn.Module()
     module.weight = torch.nn.Parameter(kind(torch.full((32, 32), 2.0)))
@@ -213,7 +190,7 @@ def test_a_module_takes_its_codes_to_another_dtype(kind) -> None:
 
 
 def test_an_optimizer_of_lists_trains_codes() -> None:
-    weight = torch.nn.Parameter(NVFP4Quantizer()(torch.randn(32, 32)))
+    weight = torch.nn.Parameter(te.NVFP4Quantizer()(torch.randn(32, 32)))
     before, weight.grad = weight.dequantize().clone(), torch.ones(32, 32)
     torch.optim.SGD([weight], 1.0, foreach=True).step()
     assert (weight.dequantize() - before).mean() < -0.9
@@ -222,7 +199,7 @@ def test_an_optimizer_of_lists_trains_codes() -> None:
 def test_a_parameter_is_saved_as_one() -> None:
     for requires_grad in (True, False):
         buffer = io.BytesIO()
-        torch.save(torch.nn.Parameter(NVFP4Quantizer()(torch.randn(32, 32)), requires_grad), buffer)
+        torch.save(torch.nn.Parameter(te.NVFP4Quantizer()(torch.randn(32, 32)), requires_grad), buffer)
         buffer.seek(0)
         loaded = torch.load(buffer)
         assert isinstance(loaded, torch.nn.Parameter) and loaded.requires_grad is requires_grad
@@ -230,20 +207,23 @@ def test_a_parameter_is_saved_as_one() -> None:
 
 def test_high_precision_is_written_where_it_lies() -> None:
     base = torch.zeros(6, 4)
-    IdentityQuantizer()(base)[2:4].copy_(torch.ones(2, 4))
+    te.IdentityQuantizer()(base)[2:4].copy_(torch.ones(2, 4))
     assert base.sum(1).tolist() == [0, 0, 4, 4, 0, 0]
 
 
 def test_identity_sides_of_a_hybrid_have_dtypes_of_their_own() -> None:
-    sides = [IdentityQuantizer(dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
-    tensor = HybridQuantizer(rowwise_quantizer=sides[0], columnwise_quantizer=sides[1])(torch.ones(4, 8))
+    sides = [te.IdentityQuantizer(dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
+    tensor = te.HybridQuantizer(rowwise_quantizer=sides[0], columnwise_quantizer=sides[1])(torch.ones(4, 8))
     assert tensor.rowwise_sub_storage._hp_data.dtype == torch.bfloat16
     assert tensor.columnwise_sub_storage._hp_data.dtype == torch.float32
 
 
 def test_strides_of_a_part_are_those_of_the_whole() -> None:
     x = torch.randn(64, 32, dtype=torch.bfloat16)
-    for quantizer in (per_tensor(), HybridQuantizer(rowwise_quantizer=per_tensor(), columnwise_quantizer=per_tensor())):
+    for quantizer in (
+        per_tensor(),
+        te.HybridQuantizer(rowwise_quantizer=per_tensor(), columnwise_quantizer=per_tensor()),
+    ):
         whole = quantizer(x)
         moved = whole.as_strided((62, 32), (32, 1), 32)
         assert type(moved) is type(whole) and torch.equal(moved.dequantize(), whole.dequantize()[1:63])
@@ -261,9 +241,9 @@ def test_strides_of_a_part_are_those_of_the_whole() -> None:
 def test_a_given_scale_does_not_hide_what_is_not_finite(value: float) -> None:
     x = torch.randn(4, 32)
     x[1, 3] = value
-    given = Float8Quantizer(torch.full((1,), 20.0), torch.zeros(1), DType.kFloat8E4M3)
-    existing = Float8CurrentScalingQuantizer(
-        DType.kFloat8E4M3, use_existing_amax=True, amax=torch.full((1,), 4.0), force_pow_2_scales=True
+    given = te.Float8Quantizer(torch.full((1,), 20.0), torch.zeros(1), E4M3)
+    existing = te.Float8CurrentScalingQuantizer(
+        E4M3, use_existing_amax=True, amax=torch.full((1,), 4.0), force_pow_2_scales=True
     )
     for quantizer in (given, existing):
         for side in (quantizer(x).operands.rowwise, quantizer(x).operands.columnwise):
@@ -273,16 +253,16 @@ def test_a_given_scale_does_not_hide_what_is_not_finite(value: float) -> None:
 
 def test_a_given_scale_and_its_amax_may_be_numbers_without_a_dimension() -> None:
     x, scale, amax = torch.randn(4, 32), torch.tensor(20.0), torch.tensor(0.5)
-    quantizer = Float8Quantizer(scale, amax, DType.kFloat8E4M3)
-    with_dimension = Float8Quantizer(scale.view(1), torch.zeros(1), DType.kFloat8E4M3)
+    quantizer = te.Float8Quantizer(scale, amax, E4M3)
+    with_dimension = te.Float8Quantizer(scale.view(1), torch.zeros(1), E4M3)
     assert torch.equal(quantizer(x).dequantize(), with_dimension(x).dequantize()) and amax == x.abs().max()
     quantizer.calibrate(2 * x)
     assert amax == 2 * x.abs().max()
 
 
 def test_an_existing_amax_is_scaled_by_a_power_of_two_where_one_is_asked_for() -> None:
-    quantizer = Float8CurrentScalingQuantizer(
-        DType.kFloat8E4M3, use_existing_amax=True, amax=torch.full((1,), 4.0), force_pow_2_scales=True
+    quantizer = te.Float8CurrentScalingQuantizer(
+        E4M3, use_existing_amax=True, amax=torch.full((1,), 4.0), force_pow_2_scales=True
     )
     assert quantizer(torch.randn(4, 32))._scale_inv == 1 / 64
 
@@ -292,7 +272,7 @@ def test_a_side_that_is_made_of_the_other_has_its_scale(kept) -> None:
     """The scale and the amax of delayed scaling go on meanwhile."""
     scale, amax = torch.full((1,), 20.0), torch.zeros(1)
     sides = {"rowwise": False, "columnwise": False, kept: True}
-    tensor = Float8Quantizer(scale, amax, DType.kFloat8E4M3, **sides)(torch.randn(32, 48))
+    tensor = te.Float8Quantizer(scale, amax, E4M3, **sides)(torch.randn(32, 48))
     scale.fill_(3.0)
     amax.zero_()
     tensor.update_usage(rowwise_usage=True, columnwise_usage=True)
@@ -302,39 +282,42 @@ def test_a_side_that_is_made_of_the_other_has_its_scale(kept) -> None:
 
 
 def test_quantizers_say_what_they_were_given() -> None:
-    x, e4m3 = torch.ones(16, 32), DType.kFloat8E4M3
-    nvfp4 = NVFP4Quantizer()
+    x, e4m3 = torch.ones(16, 32), E4M3
+    nvfp4 = te.NVFP4Quantizer()
     for make, message in (
-        (lambda: NVFP4Quantizer(nvfp4_use_4over6=True, nvfp4_e4m3_max=300), "nvfp4_e4m3_max must be one of"),
-        (lambda: NVFP4Quantizer(nvfp4_use_4over6=True, nvfp4_4over6_err_mode="x"), "nvfp4_4over6_err_mode must be"),
-        (lambda: NVFP4Quantizer(row_scaled_nvfp4=True, with_2d_quantization=True), "row_scaled_nvfp4=True goes with"),
-        (lambda: NVFP4Quantizer(with_amax_reduction=True, amax_reduction_group="x")(x), "amax_reduction_group must"),
+        (lambda: te.NVFP4Quantizer(nvfp4_use_4over6=True, nvfp4_e4m3_max=300), "nvfp4_e4m3_max must be one of"),
+        (lambda: te.NVFP4Quantizer(nvfp4_use_4over6=True, nvfp4_4over6_err_mode="x"), "nvfp4_4over6_err_mode must be"),
+        (
+            lambda: te.NVFP4Quantizer(row_scaled_nvfp4=True, with_2d_quantization=True),
+            "row_scaled_nvfp4=True goes with",
+        ),
+        (lambda: te.NVFP4Quantizer(with_amax_reduction=True, amax_reduction_group="x")(x), "amax_reduction_group must"),
         (lambda: nvfp4("x"), "NVFP4Quantizer quantizes a tensor, got 'x'"),
         (lambda: nvfp4.quantize(x, out=nvfp4(x[:8])), r"a tensor \[16, 32\] cannot be quantized into one \[8, 32\]"),
         (lambda: nvfp4.quantize(x, out=x), "NVFP4Quantizer writes into a QuantizedTensor, got Tensor"),
-        (lambda: Float8Quantizer(1.0, torch.zeros(1), e4m3), r"Float8Quantizer\(scale=\) must be a tensor of one"),
-        (lambda: Float8CurrentScalingQuantizer(torch.float8_e5m2), r"write TE_DType\[torch.float8_e5m2\]"),
+        (lambda: te.Float8Quantizer(1.0, torch.zeros(1), e4m3), r"Float8Quantizer\(scale=\) must be a tensor of one"),
+        (lambda: te.Float8CurrentScalingQuantizer(torch.float8_e5m2), r"write TE_DType\[torch.float8_e5m2\]"),
     ):
         with pytest.raises(ValueError, match=message):
             make()
-    assert NVFP4Quantizer(nvfp4_use_4over6=True, nvfp4_4over6_err_mode="mse").nvfp4_4over6_err_mode == "MSE"
-    assert NVFP4Quantizer(nvfp4_e4m3_max=256).nvfp4_e4m3_max == 448
+    assert te.NVFP4Quantizer(nvfp4_use_4over6=True, nvfp4_4over6_err_mode="mse").nvfp4_4over6_err_mode == "MSE"
+    assert te.NVFP4Quantizer(nvfp4_e4m3_max=256).nvfp4_e4m3_max == 448
     with pytest.raises(NotImplementedError, match="define frozen"):
-        Quantizer()(x)
+        te.Quantizer()(x)
 
 
 def test_the_dtype_that_a_quantizer_is_told_rounds_nothing() -> None:
-    x, quantizer = torch.randn(16, 32), NVFP4Quantizer()
+    x, quantizer = torch.randn(16, 32), te.NVFP4Quantizer()
     told, plain = quantizer.quantize(x, dtype=torch.bfloat16), quantizer.quantize(x)
     assert told.dtype == plain.dtype == torch.float32 and torch.equal(told.dequantize(), plain.dequantize())
 
 
 BLOCKS = {
-    "NVFP4": NVFP4Quantizer(),
-    "NVFP4 16x16": NVFP4Quantizer(with_2d_quantization=True),
-    "MXFP8": MXFP8Quantizer(DType.kFloat8E4M3),
-    "FP8 1x128": Float8BlockQuantizer(DType.kFloat8E4M3, rowwise=True, columnwise=True, block_scaling_dim=1),
-    "FP8 128x128": Float8BlockQuantizer(DType.kFloat8E4M3, rowwise=True, columnwise=True),
+    "NVFP4": te.NVFP4Quantizer(),
+    "NVFP4 16x16": te.NVFP4Quantizer(with_2d_quantization=True),
+    "MXFP8": te.MXFP8Quantizer(E4M3),
+    "FP8 1x128": te.Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True, block_scaling_dim=1),
+    "FP8 128x128": te.Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True),
 }
 ALL = {**BLOCKS, "FP8": per_tensor()}
 
@@ -438,9 +421,9 @@ def test_what_is_stored_makes_the_same_tensor_again(name: str) -> None:
     assert torch.equal(again.dequantize(), tensor.dequantize()) and again.get_usages() == tensor.get_usages()
     storage = type(tensor).storage_class()(**metadata)
     assert not isinstance(storage, torch.Tensor) and torch.equal(storage.dequantize(), tensor.dequantize())
-    plain, objects = prepare_for_saving(storage)
+    plain, objects = te.prepare_for_saving(storage)
     assert storage.get_usages() == {"rowwise": False, "columnwise": False}
-    (restored,) = restore_from_saved(objects, plain)
+    (restored,) = te.restore_from_saved(objects, plain)
     assert restored is storage and torch.equal(storage.dequantize(), tensor.dequantize())
     quantizer = ALL[name].copy()
     quantizer.internal = True
@@ -458,10 +441,10 @@ def test_what_is_stored_makes_the_same_tensor_again(name: str) -> None:
 
 
 RECIPES = {
-    Float8Tensor: Float8CurrentScaling(),
-    NVFP4Tensor: NVFP4BlockScaling(),
-    MXFP8Tensor: MXFP8BlockScaling(),
-    Float8BlockwiseQTensor: Float8BlockScaling(),
+    te.Float8Tensor: recipes.Float8CurrentScaling(),
+    te.NVFP4Tensor: recipes.NVFP4BlockScaling(),
+    te.MXFP8Tensor: recipes.MXFP8BlockScaling(),
+    te.Float8BlockwiseQTensor: recipes.Float8BlockScaling(),
 }
 
 
@@ -470,37 +453,37 @@ def test_stored_parameters_are_what_they_claim_to_be(kind) -> None:
     """And multiply as fp4engine's own do, byte for byte."""
     recipe = RECIPES[kind]
     torch.manual_seed(0)
-    with quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
-        layer = Linear(96, 160, bias=False, params_dtype=torch.float32)
+    with te.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
+        layer = te.Linear(96, 160, bias=False, params_dtype=torch.float32)
     plain = fp4engine.Linear(96, 160, bias=False)
     weight = layer.weight
     plain.weight.data.copy_(weight.get_high_precision_init_val())
     assert type(weight) is kind and isinstance(weight, torch.nn.Parameter)
     assert weight._rowwise_data.shape[0] == 160 and weight._get_quantizer().frozen() is not None
     x = torch.randn(32, 96, requires_grad=True)
-    with autocast(recipe=recipe):
+    with te.autocast(recipe=recipe):
         torch.manual_seed(1)
         layer(x).sum().backward()
     ours, x.grad = x.grad, None
-    with autocast(recipe=recipe), torch.no_grad():
+    with te.autocast(recipe=recipe), torch.no_grad():
         expected = plain(x)
         assert torch.equal(layer(x), expected)
     assert weight.grad is not None and ours is not None
-    scales = weight._scale_inv if kind is Float8Tensor else weight._rowwise_scale_inv
+    scales = weight._scale_inv if kind is te.Float8Tensor else weight._rowwise_scale_inv
     if scales.dtype == torch.float32:
         with torch.no_grad():
             for factor, written in ((2, scales), (4, scales.data)):  # ``data`` leaves the version as it was
                 written.mul_(2.0)
-                with autocast(recipe=recipe):
+                with te.autocast(recipe=recipe):
                     assert torch.equal(layer(x), factor * expected)
 
 
 def test_written_scales_that_a_recipe_cannot_have_are_refused() -> None:
-    with quantized_model_init(recipe=Float8BlockScaling()):
-        layer = Linear(128, 128)
+    with te.quantized_model_init(recipe=recipes.Float8BlockScaling()):
+        layer = te.Linear(128, 128)
     with torch.no_grad():
         layer.weight._rowwise_scale_inv.mul_(1.5)
-    with pytest.raises(ValueError, match="others than powers of two"), autocast(recipe=Float8BlockScaling()):
+    with pytest.raises(ValueError, match="others than powers of two"), te.autocast(recipe=recipes.Float8BlockScaling()):
         layer(torch.randn(16, 128))
 
 
@@ -511,11 +494,11 @@ def test_the_least_amax_of_blocks(dim: int, power_of_two: bool) -> None:
     x[:128, :128] *= 1e-6
     arguments = {"rowwise": True, "columnwise": True, "block_scaling_dim": dim, "force_pow_2_scales": power_of_two}
     epsilon = 1e-3
-    floored = Float8BlockQuantizer(DType.kFloat8E4M3, amax_epsilon=epsilon, **arguments)(x)
-    plain = Float8BlockQuantizer(DType.kFloat8E4M3, **arguments)(x)
+    floored = te.Float8BlockQuantizer(E4M3, amax_epsilon=epsilon, **arguments)(x)
+    plain = te.Float8BlockQuantizer(E4M3, **arguments)(x)
     largest = x.clone()
     largest[:128, 0] = epsilon  # in every block of lines, and in the square
-    by_hand = Float8BlockQuantizer(DType.kFloat8E4M3, **arguments)(largest)
+    by_hand = te.Float8BlockQuantizer(E4M3, **arguments)(largest)
     assert torch.equal(floored._rowwise_scale_inv, by_hand._rowwise_scale_inv)
     assert torch.equal(floored._rowwise_data[:, 1:], by_hand._rowwise_data[:, 1:])
     assert torch.equal(floored.dequantize()[:, 128:], plain.dequantize()[:, 128:])
@@ -524,12 +507,12 @@ def test_the_least_amax_of_blocks(dim: int, power_of_two: bool) -> None:
 
 def test_the_least_amax_of_a_tensor() -> None:
     x = torch.randn(16, 32) * 1e-6
-    quantizer = Float8CurrentScalingQuantizer(DType.kFloat8E4M3, amax_epsilon=1e-3)
+    quantizer = te.Float8CurrentScalingQuantizer(E4M3, amax_epsilon=1e-3)
     scale = torch.tensor(1e-3) / 448
     assert torch.equal(quantizer(x)._scale_inv, scale[None])
     assert quantizer(1e6 * x)._scale_inv == per_tensor()(1e6 * x)._scale_inv
     with pytest.raises(ValueError, match=r"amax_epsilon=\) must be a finite number, 0 or more, got -1"):
-        Float8CurrentScalingQuantizer(DType.kFloat8E4M3, amax_epsilon=-1)
+        te.Float8CurrentScalingQuantizer(E4M3, amax_epsilon=-1)
 
 
 def test_equal_quantizers_are_constants_of_graphs() -> None:
@@ -540,7 +523,7 @@ def test_equal_quantizers_are_constants_of_graphs() -> None:
         assert other != quantizer
         expression, names = quantizer.__fx_repr__()
         assert eval(expression, dict(names)) == quantizer
-    given = [Float8Quantizer(torch.ones(1), torch.zeros(1), DType.kFloat8E4M3) for _ in range(2)]
+    given = [te.Float8Quantizer(torch.ones(1), torch.zeros(1), E4M3) for _ in range(2)]
     assert given[0] != given[1]
 
 
@@ -548,7 +531,7 @@ def test_equal_quantizers_are_constants_of_graphs() -> None:
 @pytest.mark.parametrize("powers", [True, False])
 def test_a_block_of_zeros_has_the_scale_1(powers, dim) -> None:
     arguments = {"force_pow_2_scales": powers, "block_scaling_dim": dim}
-    quantizer = Float8BlockQuantizer(DType.kFloat8E4M3, rowwise=True, columnwise=True, **arguments)
+    quantizer = te.Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True, **arguments)
     x = torch.randn(128, 256, dtype=torch.bfloat16)
     x[:, :128] = 0
     made = quantizer(x)
@@ -561,8 +544,8 @@ def test_a_block_of_zeros_has_the_scale_1(powers, dim) -> None:
 
 
 def test_a_quantizer_is_an_argument_of_a_custom_operator() -> None:
-    quantizer, x = MXFP8Quantizer(DType.kFloat8E4M3), torch.randn(32, 64)
-    kind = get_opaque_type_name(MXFP8Quantizer)
+    quantizer, x = te.MXFP8Quantizer(E4M3), torch.randn(32, 64)
+    kind = get_opaque_type_name(te.MXFP8Quantizer)
     with torch.library._scoped_library("fp4engine_test", "DEF") as library:
         library.define(f"decoded(Tensor x, {kind} quantizer) -> Tensor")
         library.impl("decoded", lambda x, quantizer: quantizer(x).dequantize(), "CompositeExplicitAutograd")
@@ -573,10 +556,10 @@ def test_a_quantizer_is_an_argument_of_a_custom_operator() -> None:
         assert torch.equal(compiled(x), quantizer(x).dequantize())
 
 
-@pytest.mark.parametrize("kind", [NVFP4Quantizer(), MXFP8Quantizer(DType.kFloat8E4M3)], ids=["NVFP4", "MXFP8"])
+@pytest.mark.parametrize("kind", [te.NVFP4Quantizer(), te.MXFP8Quantizer(E4M3)], ids=["NVFP4", "MXFP8"])
 def test_fsdp2_gathers_the_stored_codes_themselves_and_scales_without_padding(kind) -> None:
     kind = kind.copy()
-    kind.set_usage(rowwise=True, columnwise=not isinstance(kind, NVFP4Quantizer))
+    kind.set_usage(rowwise=True, columnwise=not isinstance(kind, te.NVFP4Quantizer))
     tensor = kind(torch.randn(48, 64))
     before = {name: getattr(tensor, name).clone() for name in tensor.fsdp_buffer_fields()}
     buffers, meta = tensor.fsdp_extract_buffers()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fp4engine.te import pytorch as te
+import fp4engine.te.pytorch as te
 from fp4engine.te.common.recipe import CustomRecipe, MXFP8BlockScaling
 from fp4engine.te.pytorch import (
     DType,
