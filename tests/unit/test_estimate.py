@@ -347,20 +347,6 @@ def test_models_known_by_name_have_the_parameters_that_their_makers_count() -> N
         assert sum(parameter.numel() for parameter in model.parameters()) == counts[name]
 
 
-def test_configs_of_several_families_are_read() -> None:
-    gpt2 = from_config({"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257})
-    assert (gpt2.ffn, gpt2.gated, gpt2.tied) == (3072, False, True)
-    qwen = {
-        "model_type": "qwen2",
-        "num_hidden_layers": 2,
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "vocab_size": 96,
-    }
-    read = from_config({**qwen, "intermediate_size": 128, "num_key_value_heads": 2})
-    assert (read.qkv_bias, read.bias, read.kv_heads) == (True, False, 2)
-
-
 LLAMA = {
     "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 100, "num_attention_heads": 4, "vocab_size": 96,
 }  # fmt: skip
@@ -467,17 +453,13 @@ def test_norms_of_heads_keep_what_they_read() -> None:
         ("tie_word_embeddings", "false", "tied must be True or False, got 'false'"),
         ("n_positions", -1, "positions must be an integer from 0"),
         ("add_cross_attention", True, "cross-attention"),
+        ("attention_bias", 1, "qkv_bias must be True or False, got 1"),
     ],
 )
 def test_fields_of_a_config_that_cannot_be_taken_are_refused(field: str, value: object, said: str) -> None:
-    sizes = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 96}
+    family = "llama" if field == "attention_bias" else "gpt2"
     with pytest.raises(ValueError, match=said):
-        from_config({**sizes, field: value})
-
-
-def test_a_bias_that_is_no_flag_is_refused() -> None:
-    with pytest.raises(ValueError, match="qkv_bias must be True or False, got 1"):
-        from_config({"model_type": "llama", **LLAMA, "attention_bias": 1})
+        from_config({"model_type": family, **CONFIGS[family][1], field: value})
 
 
 def test_the_default_host_is_the_recorded_one() -> None:

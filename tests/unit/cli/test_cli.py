@@ -96,6 +96,12 @@ def test_a_config_of_another_family_is_built_by_transformers(tmp_path, capsys) -
     assert "lora_rank are for an Architecture" in capsys.readouterr().err
 
 
+def sized(**sizes: Any) -> list[str]:
+    """The words that estimate a decoder of these sizes, and of small ones for the rest."""
+    sizes = {"layers": 2, "width": 64, "heads": 1, "ffn": 64, "vocabulary": 96} | sizes
+    return ["estimate", *(word for name, value in sizes.items() for word in (f"--{name}", str(value)))]
+
+
 BAD = {
     "no command": [],
     "no such command": ["frobnicate"],
@@ -115,33 +121,11 @@ BAD = {
     "two models": ["estimate", "--model", "Llama-3-8B", "--config", "/nowhere"],
     "a model and a size": ["estimate", "--model", "Llama-3-8B", "--layers", "3"],
     "no such recipe to estimate": ["estimate", "--model", "Llama-3-8B", "--recipe", "nvfp5"],
-    "heads that do not divide": [
-        "estimate",
-        "--layers",
-        "2",
-        "--width",
-        "64",
-        "--heads",
-        "3",
-        "--ffn",
-        "64",
-        "--vocabulary",
-        "96",
-    ],
-    "an odd head": ["estimate", "--layers", "2", "--width", "9", "--heads", "3", "--ffn", "64", "--vocabulary", "96"],
+    "heads that do not divide": sized(heads=3),
+    "an odd head": sized(width=9, heads=3),
     "more than can be counted": ["estimate", "--model", "Llama-3-8B", "--batch", "9" * 400],
-    "more tokens than can be counted": [
-        "estimate",
-        "--model",
-        "Llama-3-8B",
-        *("--batch", "16777216"),
-        *("--sequence", "16777216"),
-    ],
-    "a size that cannot be counted": [
-        "estimate",
-        *["--layers", "2", "--width", "64", "--heads", "1", "--ffn", "64", "--vocabulary"],
-        "9" * 20,
-    ],
+    "more tokens than can be counted": [*sized(sequence=2**24), "--batch", str(2**24)],
+    "a size that cannot be counted": sized(vocabulary="9" * 20),
     "parameters that are no number": ["recommend", "H100", "big"],
     "no parameters": ["recommend", "H100", "-1B"],
     "not a number of parameters": ["recommend", "H100", "nan"],
@@ -149,7 +133,7 @@ BAD = {
     "no such config": ["estimate", "--config", "/nowhere"],
     "no such GPU": ["estimate", "--gpu", "H9000"],
     "words for numbers": ["estimate", "--batch", "many"],
-    "negative": ["estimate", "--layers", "2", "--width", "64", "--heads", "1", "--ffn", "64", "--vocabulary", "-3"],
+    "negative": sized(vocabulary=-3),
 }
 
 
@@ -297,22 +281,7 @@ def test_a_report_that_cannot_be_written_leaves_the_files_alone(tmp_path: Path, 
 @pytest.mark.filterwarnings("ignore")  # what a library warns of when it is first used here would be on standard error
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_an_estimate_shows_on_terminals_how_far_it_is(checkpointing, monkeypatch, capsys) -> None:
-    words = [
-        "estimate",
-        "--layers",
-        "5",
-        "--width",
-        "64",
-        "--heads",
-        "2",
-        "--ffn",
-        "128",
-        "--vocabulary",
-        "64",
-        "--sequence",
-        "32",
-    ]
-    words += ["--checkpointing"] * checkpointing
+    words = sized(layers=5, heads=2, ffn=128, vocabulary=64, sequence=32) + ["--checkpointing"] * checkpointing
     assert main(words) == 0
     quiet = capsys.readouterr()
     assert quiet.err == ""
@@ -335,8 +304,7 @@ def test_estimate_answers_in_its_first_line_and_by_its_exit_code(tmp_path: Path,
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert main(["estimate", "--config", str(tmp_path), "--sequence", "64", "--lora-rank", "4"]) == 0
     assert ": fits, peak " in capsys.readouterr().out.splitlines()[0]
-    sizes = ["--layers", "1", "--width", "64", "--heads", "2", "--ffn", "128", "--vocabulary", "5000000"]
-    assert main(["estimate", *sizes, "--sequence", "2048", "--gpu", "RTX-4090"]) == 1
+    assert main([*sized(layers=1, vocabulary=5_000_000, sequence=2048), "--gpu", "RTX-4090"]) == 1
     assert ": does not fit, peak " in capsys.readouterr().out.splitlines()[0]
     assert estimate.GPUS["RTX-4090"].memory == 24 * 2**30
 
