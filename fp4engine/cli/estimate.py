@@ -30,6 +30,12 @@ SIZES = {
 }
 """What has to be given where neither --model nor --config is."""
 
+PASSED_ON = (
+    *("gpu", "batch", "sequence", "parameters", "optimizer", "checkpointing", "fsdp", "tp", "lora_rank"),
+    *("quantized_base", "fp4_all_gather", "host_microseconds"),
+)
+"""Arguments that :func:`fp4engine.estimate.estimate` takes as they are."""
+
 OPTIONAL_SIZES = {
     "kv_heads": "key and value heads (default: as many as --heads)",
     "head_dim": "width of a head (default: --width / --heads)",
@@ -87,19 +93,8 @@ def run(arguments: argparse.Namespace) -> int:
             model,
             loss=loss,
             recipe=recipe,
-            gpu=arguments.gpu,
-            batch=arguments.batch,
-            sequence=arguments.sequence,
-            parameters=arguments.parameters,
-            optimizer=arguments.optimizer,
-            checkpointing=arguments.checkpointing,
-            fsdp=arguments.fsdp,
-            tp=arguments.tp,
-            lora_rank=arguments.lora_rank,
-            quantized_base=arguments.quantized_base,
-            fp4_all_gather=arguments.fp4_all_gather,
-            host_microseconds=arguments.host_microseconds,
             name=f"{_name(arguments)} in {arguments.recipe}",
+            **{name: getattr(arguments, name) for name in PASSED_ON},
         )
     print(result)
     return 0 if result.fits else 1

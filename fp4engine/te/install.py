@@ -15,12 +15,8 @@ HERE = "fp4engine.te"
 PLACES = {
     "pytorch.common": "common",
     "pytorch.common.recipe": "common.recipe",
-    "pytorch.module.linear": "pytorch.module",
     "pytorch.module.layernorm": "pytorch.norm",
     "pytorch.module.rmsnorm": "pytorch.norm",
-    "pytorch.module.layernorm_linear": "pytorch.module",
-    "pytorch.module.layernorm_mlp": "pytorch.module",
-    "pytorch.module.grouped_linear": "pytorch.module",
     "pytorch.module.fp8_padding": "pytorch.padding",
     "pytorch.module.fp8_unpadding": "pytorch.padding",
     "pytorch.module.base": "pytorch.base",
@@ -38,12 +34,14 @@ PLACES = {
     "pytorch.tensor.quantized_tensor": "pytorch.quantized_tensor",
     "pytorch.tensor.utils": "pytorch.tensor.master_weights",
     "pytorch.tensor.storage": "pytorch.tensor",
-    "pytorch.tensor.storage.float8_tensor_storage": "pytorch.tensor",
-    "pytorch.tensor.storage.float8_blockwise_tensor_storage": "pytorch.tensor",
-    "pytorch.tensor.storage.mxfp8_tensor_storage": "pytorch.tensor",
-    "pytorch.tensor.storage.nvfp4_tensor_storage": "pytorch.tensor",
-    "pytorch.tensor.storage.hybrid_tensor_storage": "pytorch.tensor",
-    "pytorch.tensor.storage.identity_tensor_storage": "pytorch.tensor",
+    **{
+        f"pytorch.tensor.storage.{kind}_tensor_storage": "pytorch.tensor"
+        for kind in ("float8", "float8_blockwise", "mxfp8", "nvfp4", "hybrid", "identity")
+    },
+    **{
+        f"pytorch.module.{kind}": "pytorch.module"
+        for kind in ("linear", "layernorm_linear", "layernorm_mlp", "grouped_linear")
+    },
 }
 """TransformerEngine's module -> the one here that has its names, where the two are called otherwise."""
 

@@ -18,7 +18,7 @@ from fp4engine.te.pytorch.base_storage import (
     restore_from_saved,
 )
 from fp4engine.te.pytorch.layout import remember, remembered
-from fp4engine.te.pytorch.quantizer import Quantizer, decoded, lost
+from fp4engine.te.pytorch.quantizer import Quantizer, StraightThrough, decoded, lost
 from fp4engine.tensor import Operand, is_transposable
 
 __all__ = [
@@ -31,16 +31,6 @@ __all__ = [
 ]
 
 aten = torch.ops.aten
-
-
-class _Dequantize(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: "QuantizedTensor", dtype: torch.dtype) -> Tensor:
-        return tensor.values_in(dtype).detach()  # what is returned gets a gradient, and it may be what is stored
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        return grad_outputs[0], None
 
 
 class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: ignore[reportIncompatibleVariableOverride, reportIncompatibleMethodOverride]
@@ -125,10 +115,9 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: igno
         """The same bytes with another dtype to PyTorch."""
         return type(self).make_like(self, dtype=dtype)
 
-    @classmethod
-    def _around(cls, tensor: "QuantizedTensor", shape: Iterable[int], metadata: dict[str, Any]) -> Any:
-        """A tensor of ``metadata``, and for the rest like ``tensor``."""
-        return type(tensor)(tuple(shape), tensor.dtype, device=tensor.device, **metadata)
+    def _with(self, shape: Iterable[int], given: dict[str, Any]) -> Any:
+        """A tensor like this one of another shape, with arguments ``given`` of the constructor."""
+        return type(self)(tuple(shape), self.dtype, device=self.device, **{**self.get_metadata(), **given})
 
     @property
     def dtype(self) -> torch.dtype:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -141,7 +130,11 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: igno
 
     def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:
         """A plain tensor of the values; its gradient is this one's."""
-        return _Dequantize.apply(self, dtype or self.dtype)
+
+        def values(tensor: "QuantizedTensor") -> Tensor:
+            return tensor.values_in(dtype or tensor.dtype).detach()  # it gets a gradient, and may be what is stored
+
+        return StraightThrough.apply(self, values)
 
     def _set_data(self, values: Tensor) -> None:
         """Adopt what a tensor of this kind stores; quantize any other ``values``, and adopt their shape and dtype."""
@@ -266,9 +259,8 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: igno
         """The argument of the constructor that lies in memory as the tensor does; None if that is contiguous."""
         return None
 
-    @classmethod
-    def _parted(cls, tensor: Any, func: Any, args: Any, kwargs: Any) -> Any:
-        """What ``func`` makes of what is stored, as tensors of this kind; None if it would tear blocks apart."""
+    def _parted(self, func: Any, args: Any, kwargs: Any) -> "list[Part] | None":
+        """What ``func`` makes of what is stored; None if it would tear blocks apart."""
         return None
 
     @classmethod
@@ -333,14 +325,16 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: igno
             raise NotImplementedError(f"{type(self).__name__} class does not support tensor views")
         if func in WHOLE:
             shape = func(torch.empty(self.shape, dtype=torch.uint8, device="meta"), *args, **kwargs).shape
-            view = self._around(self, shape, self._viewed(shape))
+            view = self._with(shape, self._viewed(shape))
             view._is_part = self._is_part
             return view
-        views: Any = None if func is aten.view.dtype else self._parted(self, func, args, kwargs)
-        made: list[QuantizedTensor] = [views] if isinstance(views, QuantizedTensor) else views or []
-        for view in made:
+        parts = None if func is aten.view.dtype else self._parted(func, args, kwargs)
+        if parts is None:
+            return None
+        views = [self._with(*part) for part in parts]
+        for view in views:
             view._is_part = self._shares_scales and (self._is_part or view.numel() != self.numel())
-        return views
+        return views[0] if func._schema.returns[0].type.kind() == "TensorType" else views
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         kept = {
@@ -350,6 +344,15 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: igno
         }
         whole = type(self), self.shape, self.dtype, self.get_metadata()
         return rebuild, (*whole, self.requires_grad, isinstance(self, torch.nn.Parameter), kept)
+
+
+Part = tuple[torch.Size, dict[str, Any]]
+"""The shape of a view, and the arguments of its constructor that differ from those of the tensor that it shows."""
+
+
+def listed(made: Any) -> list[Tensor]:
+    """The tensors that an operation returned, one or several."""
+    return [made] if isinstance(made, Tensor) else list(made)
 
 
 def rebuild(

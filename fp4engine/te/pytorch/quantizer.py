@@ -99,9 +99,13 @@ class Quantizer(Value):
         if out is not None:
             return self.update_quantized(tensor, out)
         tensor = tensor.contiguous()
+
+        def quantized(values: Tensor) -> Any:
+            return self.quantize_impl(values.detach())
+
         if torch.is_grad_enabled() and tensor.requires_grad and not self.internal:
-            return _Quantize.apply(tensor, self.quantize_impl)
-        return self.quantize_impl(tensor.detach())
+            return StraightThrough.apply(tensor, quantized)
+        return quantized(tensor)
 
     def __call__(self, tensor: Tensor) -> Any:
         return self.quantize(tensor)
@@ -330,10 +334,12 @@ class ByMethod(FrozenQuantizer):
         return hash((id(self.asked), super().__hash__()))
 
 
-class _Quantize(torch.autograd.Function):
+class StraightThrough(torch.autograd.Function):
+    """``change(tensor)``, whose gradient is the tensor's."""
+
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, quantize: Callable[[Tensor], Any]) -> Any:
-        return quantize(tensor.detach())
+    def forward(ctx: Any, tensor: Tensor, change: Callable[[Any], Any]) -> Any:
+        return change(tensor)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:

@@ -704,7 +704,9 @@ def require_traced(page: str, records: dict[str, list[dict[str, Any]]]) -> int:
     for one in tree.iter():
         said = "".join(filter(None, (one.text, *(child.tail for child in one)))).strip()
         if one not in traced and one.tag not in NO_NUMBERS and not said.startswith("mlp.fc"):  # a layer's name
-            assert not re.search(r"\d", re.sub(r"fp4engine \S+ with torch \S+|fp4engine|e2m1|nvfp4|fp8_current", "", said))
+            assert not re.search(
+                r"\d", re.sub(r"fp4engine \S+ with torch \S+|fp4engine|e2m1|nvfp4|fp8_current", "", said)
+            )
     return len(traced)
 
 

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from fp4engine.formats import CastSpec
 from fp4engine.te.pytorch.base_storage import QuantizedTensorStorage
 from fp4engine.te.pytorch.layout import ScaleLayout, codes, matrix_shape, rectangle, transposed_shape, up_to
-from fp4engine.te.pytorch.quantized_tensor import WHOLE, QuantizedTensor, Quantizer
+from fp4engine.te.pytorch.quantized_tensor import WHOLE, Part, QuantizedTensor, Quantizer, listed
 from fp4engine.tensor import Operand
 from fp4engine.tensor import QuantizedTensor as Operands
 
@@ -221,24 +221,22 @@ class BlockTensor(BlockStorage, QuantizedTensor):
             )
         return super().fsdp_pre_all_gather(mesh, orig_size, contiguous_orig_stride, module, mp_policy)
 
-    @classmethod
-    def _parted(cls, tensor: Any, func: Any, args: Any, kwargs: Any) -> Any:
-        made = func(torch.empty(tensor.shape, dtype=torch.uint8, device="meta"), *args, **kwargs)
-        alone = isinstance(made, Tensor)
-        views: list[Any] = []
-        for part in [made] if alone else made:
-            found = rectangle(part, tensor.shape[-1]) if tensor.ndim else None
+    def _parted(self, func: Any, args: Any, kwargs: Any) -> list[Part] | None:
+        parts: list[Part] = []
+        for part in listed(func(torch.empty(self.shape, dtype=torch.uint8, device="meta"), *args, **kwargs)):
+            found = rectangle(part, self.shape[-1]) if self.ndim else None
             if found is None:
                 return None
-            cuts = [tensor._cut(side, *found, part.shape) for side in SIDES]
-            if cuts[0] is None and (tensor.has("rowwise") or cuts[1] is None):
+            cuts = {side: self._cut(side, *found, part.shape) for side in SIDES}
+            if cuts["rowwise"] is None and (self.has("rowwise") or cuts["columnwise"] is None):
                 return None
-            metadata = tensor.get_metadata()
-            for side, cut in zip(SIDES, cuts, strict=True):
-                for name in tensor._SIDES[side]:
-                    metadata[name.removeprefix("_")] = None if cut is None else cut[name]
-            views.append(cls._around(tensor, part.shape, metadata))
-        return views[0] if alone else views
+            given = {
+                name.removeprefix("_"): None if cut is None else cut[name]
+                for side, cut in cuts.items()
+                for name in self._SIDES[side]
+            }
+            parts.append((part.shape, given))
+        return parts
 
 
 class BlockQuantizer(Quantizer):

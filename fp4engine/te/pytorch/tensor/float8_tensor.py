@@ -14,7 +14,7 @@ from fp4engine.reference.scaling import encode_scale
 from fp4engine.te.pytorch.base_storage import QuantizedTensorStorage
 from fp4engine.te.pytorch.constants import DType, fp8_element
 from fp4engine.te.pytorch.layout import codes, matrix_shape, remember, remembered, transposed_shape
-from fp4engine.te.pytorch.quantized_tensor import QuantizedTensor, Quantizer, decoded
+from fp4engine.te.pytorch.quantized_tensor import Part, QuantizedTensor, Quantizer, decoded, listed
 from fp4engine.tensor import Operand
 from fp4engine.tensor import QuantizedTensor as Operands
 
@@ -157,30 +157,22 @@ class Float8Tensor(Float8TensorStorage, QuantizedTensor):
         whole = torch.empty(rows * cols, dtype=torch.uint8, device="meta")
         return whole.as_strided(transpose.shape[::-1], (cols, 1), row * cols + col)
 
-    @classmethod
-    def _parted(cls, tensor: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    def _parted(self, func: Any, args: Any, kwargs: Any) -> list[Part] | None:
         """Any view: elements have no scales of their own."""
-        like = cls._lies_like(tensor.get_metadata())
-        made = func(
-            torch.empty(tensor.shape, dtype=torch.uint8, device="meta") if like is None else like, *args, **kwargs
-        )
-        data = None if tensor._data is None else made
+        like = self._lies_like(self.get_metadata())
+        like = torch.empty(self.shape, dtype=torch.uint8, device="meta") if like is None else like
+        made = func(like, *args, **kwargs)
         turned = None
-        if tensor._transpose is not None and (data is None or tensor.ndim > 1):
-            turned = _part_of_transpose(tensor, made, func, args, kwargs)
-        if data is None and turned is None:
+        if self._transpose is not None and (self._data is None or self.ndim > 1):
+            turned = _part_of_transpose(self, made, func, args, kwargs)
+        if self._data is None and turned is None:
             return None
-        alone = isinstance(made, Tensor)
-        datas, turneds = ([part] if alone and part is not None else part for part in (data, turned))
-        views: list[Any] = []
-        for index, part in enumerate([made] if alone else made):
-            metadata = tensor.get_metadata()
-            metadata["data"] = None if datas is None else datas[index]
-            metadata["data_transpose"] = None
-            if turneds is not None and part.ndim:
-                metadata["data_transpose"] = turneds[index].movedim(-1, 0)
-            views.append(cls._around(tensor, part.shape, metadata))
-        return views[0] if alone else views
+        parts: list[Part] = []
+        for index, part in enumerate(listed(made)):
+            transpose = None if turned is None or not part.ndim else listed(turned)[index].movedim(-1, 0)
+            data = None if self._data is None else part
+            parts.append((part.shape, {"data": data, "data_transpose": transpose}))
+        return parts
 
 
 def _part_of_transpose(tensor: Float8Tensor, made: Any, func: Any, args: Any, kwargs: Any) -> Any:

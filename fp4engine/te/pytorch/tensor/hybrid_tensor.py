@@ -10,7 +10,7 @@ from fp4engine.formats import CastSpec
 from fp4engine.quantizers.base import Quantizer as FrozenQuantizer
 from fp4engine.recipe.casts import ColumnwiseSource
 from fp4engine.te.pytorch.base_storage import QuantizedTensorStorage
-from fp4engine.te.pytorch.quantized_tensor import QuantizedTensor, Quantizer, decoded
+from fp4engine.te.pytorch.quantized_tensor import Part, QuantizedTensor, Quantizer, decoded
 from fp4engine.te.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
 from fp4engine.tensor import Operand
 from fp4engine.tensor import QuantizedTensor as Operands
@@ -189,23 +189,20 @@ class HybridQuantizedTensor(HybridQuantizedTensorStorage, QuantizedTensor):
         sides = (given.get(f"{side}_storage") for side in cls._SIDES)
         return next((part for part in sides if isinstance(part, Tensor)), None)
 
-    @classmethod
-    def _parted(cls, tensor: Any, func: Any, args: Any, kwargs: Any) -> Any:
-        made: dict[str, Any] = {}
-        for side, part in tensor._parts().items():
+    def _parted(self, func: Any, args: Any, kwargs: Any) -> list[Part] | None:
+        made: dict[str, list[Any]] = {}
+        for side, part in self._parts().items():
             if not isinstance(part, QuantizedTensor):
                 return None
-            if func is torch.ops.aten.as_strided.default and _lies(part) != _lies(tensor):
+            if func is torch.ops.aten.as_strided.default and _lies(part) != _lies(self):
                 return None
-            made[side] = type(part)._parted(part, func, args, kwargs)
-            if made[side] is None:
+            found = part._parted(func, args, kwargs)
+            if found is None:
                 return None
-        alone = all(isinstance(found, Tensor) for found in made.values())
-        views: list[Any] = []
-        for of_sides in zip(*([found] if alone else found for found in made.values()), strict=True):
-            sides = {f"{side}_storage": view for side, view in zip(made, of_sides, strict=True)}
-            views.append(cls._around(tensor, of_sides[0].shape, {**tensor.get_metadata(), **sides}))
-        return (views[0] if alone else views) if views else None
+            made[f"{side}_storage"] = [part._with(*one) for one in found]
+        return [
+            (of_sides[0].shape, dict(zip(made, of_sides, strict=True))) for of_sides in zip(*made.values(), strict=True)
+        ] or None
 
 
 def _lies(tensor: Tensor) -> tuple[Any, ...]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from fp4engine.quantizers.base import Quantizer as FrozenQuantizer
 from fp4engine.te.pytorch.base_storage import QuantizedTensorStorage
 from fp4engine.te.pytorch.layout import matrix_shape
-from fp4engine.te.pytorch.quantized_tensor import QuantizedTensor, Quantizer, decoded
+from fp4engine.te.pytorch.quantized_tensor import Part, QuantizedTensor, Quantizer, decoded, listed
 from fp4engine.tensor import Operand
 from fp4engine.tensor import QuantizedTensor as Operands
 
@@ -83,13 +83,8 @@ class IdentityTensor(IdentityTensorStorage, QuantizedTensor):
     def _lies_like(cls, given: dict[str, Any]) -> Tensor | None:
         return given.get("hp_data")
 
-    @classmethod
-    def _parted(cls, tensor: Any, func: Any, args: Any, kwargs: Any) -> Any:
-        def around(part: Tensor) -> Any:
-            return cls._around(tensor, part.shape, {**tensor.get_metadata(), "hp_data": part})
-
-        made = func(tensor._hp_data, *args, **kwargs)
-        return around(made) if isinstance(made, Tensor) else list(map(around, made))
+    def _parted(self, func: Any, args: Any, kwargs: Any) -> list[Part] | None:
+        return [(part.shape, {"hp_data": part}) for part in listed(func(self._hp_data, *args, **kwargs))]
 
 
 class IdentityQuantizer(Quantizer):

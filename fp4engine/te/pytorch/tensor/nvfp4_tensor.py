@@ -21,6 +21,11 @@ from fp4engine.tensor import QuantizedTensor as Operands
 __all__ = ["NVFP4Quantizer", "NVFP4Tensor", "NVFP4TensorStorage"]
 
 _LAYOUT = ScaleLayout(1, False, (128, 4))
+_SETTINGS = (
+    *("with_rht", "with_2d_quantization", "stochastic_rounding", "row_scaled_nvfp4", "nvfp4_use_4over6"),
+    *("nvfp4_4over6_err_mode", "with_random_sign_mask"),
+)
+"""Settings that fp4engine's quantizer has by the same names."""
 
 
 class NVFP4TensorStorage(BlockStorage):
@@ -188,18 +193,9 @@ class NVFP4Quantizer(BlockQuantizer):
         self.frozen()  # raises for what does not go together
 
     def frozen(self, stream: int = 0) -> FrozenQuantizer:
+        settings = {name: getattr(self, name) for name in _SETTINGS}
         bound = self.nvfp4_e4m3_max if self.nvfp4_use_4over6 else 448
-        return FrozenNVFP4Quantizer(
-            with_rht=self.with_rht,
-            with_2d_quantization=self.with_2d_quantization,
-            stochastic_rounding=self.stochastic_rounding,
-            row_scaled_nvfp4=self.row_scaled_nvfp4,
-            nvfp4_use_4over6=self.nvfp4_use_4over6,
-            nvfp4_e4m3_max=bound,
-            nvfp4_4over6_err_mode=self.nvfp4_4over6_err_mode,
-            with_random_sign_mask=self.with_random_sign_mask,
-            stream=stream,
-        )
+        return FrozenNVFP4Quantizer(**settings, nvfp4_e4m3_max=bound, stream=stream)
 
     def storage_words(self) -> dict[str, Any]:
         return {
