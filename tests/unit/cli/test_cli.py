@@ -124,7 +124,12 @@ BAD = {
     "heads that do not divide": sized(heads=3),
     "an odd head": sized(width=9, heads=3),
     "more than can be counted": ["estimate", "--model", "Llama-3-8B", "--batch", "9" * 400],
-    "more tokens than can be counted": [*sized(sequence=2**24), "--batch", str(2**24)],
+    "more tokens than can be counted": [
+        "estimate",
+        "--model",
+        "Llama-3-8B",
+        *("--batch", "16777216", "--sequence", "16777216"),
+    ],
     "a size that cannot be counted": sized(vocabulary="9" * 20),
     "parameters that are no number": ["recommend", "H100", "big"],
     "no parameters": ["recommend", "H100", "-1B"],
