@@ -62,10 +62,14 @@ def run(arguments: argparse.Namespace) -> int:
 def _cast_otherwise(rows: Sequence[dict[str, Any]], recipe: Recipe) -> list[str]:
     """A line for every kind of operand that was not cast as ``recipe`` says, with the layers."""
     layers: dict[str, list[str]] = {}
+    seen_as: dict[str, Any] = {}
     for row in rows:
+        if row["kind"] == "run":
+            seen_as = row.get("roles", {})
         if row["kind"] != "operand":
             continue
-        role = QuantizerRole("linear", row["role"], row["layer"], ())
+        own = seen_as.get(row["layer"], {"module_type": "linear", "name": row["layer"], "shape": ()})
+        role = QuantizerRole(own["module_type"], row["role"], own["name"], tuple(own["shape"]))
         spec = getattr(recipe.at(row["step"]).of(role).casts(row["role"]), row["side"])
         wanted = "high precision" if spec is None else spec.label
         if row["cast"] != wanted:

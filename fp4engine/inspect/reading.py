@@ -62,6 +62,17 @@ _OPERAND: dict[str, Form] = dict.fromkeys(("layer", "gemm", "role", "side"), _is
 _SHARES = ("zeros", "rounded_to_zero", "saturated", "scale_underflow", "scale_overflow")
 _NUMBERS = ("amax", "sqnr_db", *_SHARES, "scale_spread_octaves", "scale_range_octaves")
 
+
+def _are_roles(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(role, dict)
+        and _is_text(role.get("module_type"))
+        and _is_text(role.get("name"))
+        and _are_each(_is_count, _is_count)(role.get("shape"))
+        for role in value.values()
+    )
+
+
 FIELDS: dict[str, dict[str, Form]] = {
     "run": {"every": _is_count, "world_size": _is_count},
     "tensor": {"layer": _is_text, "role": _is_text, "channels": _are(_are_each(_is_count, _is_number))},
@@ -141,6 +152,8 @@ def fault_of(row: Any) -> str:
             return f"a row of kind {row['kind']!r} needs {name!r}"
         if not fits(row[name]):
             return f"{name!r} of a row of kind {row['kind']!r} cannot be {row[name]!r:.80}"
+    if row["kind"] == "run" and not _are_roles(row.get("roles", {})):  # which records of November 2026 have not
+        return f"'roles' of a row of kind 'run' cannot be {row['roles']!r:.80}"
     if row["kind"] == "operand":
         element, found = element_of(row["cast"]), len(row["codes"])
         if element is not None and found > 1 << element.bits:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from fp4engine.accounting.planned import linear_shape
 from fp4engine.arguments import require_bool, require_integer, require_model, require_path, require_patterns
 from fp4engine.formats import CastSpec
 from fp4engine.inspect import statistics
@@ -284,7 +285,8 @@ def record(
 
     Rows have ``step``, ``kind``, and by kind:
 
-    - ``run`` (the first line of each region): versions, ``every``, ``layers``, ``world_size``;
+    - ``run`` (the first line of each region): versions, ``every``, ``layers``, the ``roles`` in which recipes see them,
+      ``world_size``;
     - ``tensor``, per layer and role: ``shape`` on one rank, or of a DTensor's whole, ``amax``, ``rms``, ``nonfinite``
       elements, and ``channels``, the largest of its last axis as ``[index, amax over the median channel's amax]``;
     - ``operand``, per layer, GEMM, role and side: the ``cast``; ``amax`` of the outer scale (None if it is not
@@ -437,6 +439,10 @@ def _header(recorder: Recorder, every: int) -> dict[str, Any]:
         "every": every,
         "world_size": dist.get_world_size() if has_process_group() else 1,
         "layers": list(recorder._layers),
+        "roles": {
+            name: {"module_type": layer.module_type, "name": layer.name, "shape": linear_shape(layer)}
+            for name, layer in recorder._layers.items()
+        },
     }
 
 

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import tqdm
 
-from fp4engine import estimate
+import fp4engine
+from fp4engine import estimate, inspect
 from fp4engine.cli import COMMANDS, main
-from fp4engine.recipe import recipe_from_json, zoo
+from fp4engine.recipe import Rule, RuledRecipe, recipe_from_json, zoo
 
 
 def test_every_command_says_what_it_does(capsys) -> None:
@@ -205,6 +207,7 @@ def operand_row(**changed: Any) -> bytes:
         RUN + operand_row(codes=[10**400]),
         RUN + operand_row(amax=-(10**400)),
         RUN + b'{"step": 0, "kind": "tensor", "layer": "fc", "role": "input", "channels": [[1]]}\n',
+        RUN.replace(b"}", b', "roles": {"fc": "linear"}}'),
     ],
 )
 def test_a_record_that_cannot_be_read_is_named(content: bytes, tmp_path: Path, capsys) -> None:
@@ -218,6 +221,22 @@ def test_a_record_that_cannot_be_read_is_named(content: bytes, tmp_path: Path, c
 def test_a_row_of_an_operand_is_read(tmp_path: Path) -> None:
     (tmp_path / "record.jsonl").write_bytes(RUN + operand_row())
     assert main(["report", str(tmp_path)]) == 0
+
+
+def test_a_record_is_held_against_rules_by_the_names_that_recipes_see(tmp_path: Path, capsys) -> None:
+    model = torch.nn.Sequential(fp4engine.GroupedLinear(2, 32, 32, name="experts"), fp4engine.Linear(32, 16, name="b"))
+    rules = {"experts": Rule(zoo.make("mxfp8"), "experts"), "narrow": Rule(zoo.make("mxfp8"), narrower_than=32)}
+    for name, rule in rules.items():
+        recipe = RuledRecipe(zoo.make("nvfp4"), (rule,))
+        (tmp_path / f"{name}.json").write_text(recipe.to_json())
+        with inspect.record(torch.nn.DataParallel(model), tmp_path / name, every=1, optimizer="by hand") as recorder:
+            with fp4engine.autocast(recipe=recipe):
+                model[1](model[0](torch.randn(8, 32), [4, 4])).sum().backward()
+            recorder.step()
+    for name in rules:
+        for other in rules:
+            code = main(["report", str(tmp_path / name), "--recipe", str(tmp_path / f"{other}.json")])
+            assert code == (name != other), capsys.readouterr().out
 
 
 @pytest.mark.filterwarnings("default")
