@@ -156,13 +156,19 @@ def attention(
 
     Returns:
         [B, H, S, D].
+
+    Raises:
+        ValueError: as :meth:`AttentionMask.allowed`; a mask or bias that is not broadcastable.
     """
     grouped = query.shape[1] != key.shape[1]
     attend = partial(F.scaled_dot_product_attention, query, key, value, scale=scale, enable_gqa=grouped)
     if mask == AttentionMask("causal") and bias is None and slopes is None:
         return attend(None, dropout, is_causal=True)
+    scores = (*query.shape[:3], key.shape[2])
     place = (masked, query.shape[2], key.shape[2], query.device, padded)
     allowed = mask.allowed(*place)
+    _require_broadcastable("attention_mask", allowed, scores)
+    _require_broadcastable("core_attention_bias", bias, scores)
     added = None if bias is None else bias.to(query.dtype)
     if slopes is not None:
         slopes = slopes if slopes.ndim == 2 else slopes[None]
@@ -172,6 +178,15 @@ def attention(
     if added is not None:
         allowed = added if allowed is None else added.masked_fill(~allowed, float("-inf"))
     return attend(allowed, dropout)
+
+
+def _require_broadcastable(name: str, tensor: Tensor | None, scores: tuple[int, ...]) -> None:
+    shape = () if tensor is None else tensor.shape
+    sizes = zip(reversed(shape), reversed(scores), strict=False)
+    if len(shape) > len(scores) or any(size not in (1, whole) for size, whole in sizes):
+        raise ValueError(
+            f"{name} must be broadcastable to [batch, heads, queries, keys], here {list(scores)}, got {list(shape)}"
+        )
 
 
 def require_core_attention_bias(kind: str, bias: Tensor | None) -> None:

@@ -189,6 +189,17 @@ def test_masks_of_ones_and_zeros_are_refused(kind, dtype):
         attention(*qkv(), AttentionMask(kind), masked, padded=torch.zeros(3, 1, 1, 6, dtype=torch.bool))
 
 
+@pytest.mark.parametrize("shape", [(3, 1, 5, 9), (3, 1, 6, 8), (2, 1, 1, 9), (1, 3, 1, 6, 9)], ids=str)
+def test_what_is_added_to_scores_has_their_shape(shape):
+    said = r"must be broadcastable to \[batch, heads, queries, keys\], here \[3, .*, 6, 9\], got " + re.escape(
+        str([*shape])
+    )
+    with pytest.raises(ValueError, match=f"attention_mask {said}"):
+        attention(*qkv(), AttentionMask("arbitrary"), torch.zeros(shape, dtype=torch.bool))
+    with pytest.raises(ValueError, match=f"core_attention_bias {said}"):
+        attention(*qkv(), AttentionMask("no_mask"), bias=torch.zeros(shape))
+
+
 def project(module, inp):
     """Queries, keys and values of a self-attention without a norm, by plain matrices."""
     weight, bias = module.qkv.joined()
