@@ -31,7 +31,7 @@ from fp4engine.modules.inputs import cast_by_autocast, unusable_devices
 from fp4engine.modules.quantized_weight import QuantizedWeight
 from fp4engine.modules.recompute import computed
 from fp4engine.modules.sharded import is_distributed
-from fp4engine.ops import optimizer_stepped
+from fp4engine.ops.amax_history import optimizer_stepped
 from fp4engine.quantizers import Quantizer
 from fp4engine.recipe import Casts, LinearRecipe, Recipe, zoo
 from fp4engine.recipe.base import require_recipe

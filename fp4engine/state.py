@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from fp4engine.arguments import require_member
-from fp4engine.ops import RandomStream, get_rng_state, manual_seed, set_rng_state
-from fp4engine.ops.rng import catch_up
+from fp4engine.ops.rng import RandomStream, catch_up, get_rng_state, manual_seed, set_rng_state
 from fp4engine.private import backward_pass, constant_when_traced
 from fp4engine.quantizers.delayed import begin_step, end_step
 from fp4engine.recipe import NVFP4BlockScaling, Recipe

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from fp4engine.formats import CastSpec
-from fp4engine.ops import casts_supported
+from fp4engine.ops.cast import casts_supported
 from fp4engine.recipe import Recipe, zoo
 from fp4engine.recipe.linear import GEMM_OPERANDS
 from fp4engine.roles import TENSOR_TYPES

@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fp4engine import ops
 from fp4engine.accounting.table import table
 from fp4engine.arguments import require_model
 from fp4engine.distributed.gathered_weight import why_not_codes
@@ -25,6 +24,7 @@ from fp4engine.functional import LinearPlan
 from fp4engine.modules import Gemms, GroupedLinear, LayerNormMLP, Linear, QuantizedWeight
 from fp4engine.modules.borrowed import BorrowedGroupedLinear, BorrowedLinear
 from fp4engine.modules.split_linear import SplitLinear
+from fp4engine.ops.reduce import ranges
 from fp4engine.private import local_tensor, set_local_tensor
 from fp4engine.recipe import Recipe
 from fp4engine.recipe.base import require_recipe
@@ -143,7 +143,7 @@ def _require_alike(found: list[GatheredAs], gatherable: list[GatherableWeight], 
     device = str(accelerator or "cpu") if mesh is None else mesh.device_type
     sent = [(weight.spec.key, getattr(weight.module, weight.parameter).dtype) for weight in gatherable]
     digest = hashlib.blake2b(repr((found, sent)).encode(), digest_size=8).digest()
-    ((least, largest),) = ops.ranges([int.from_bytes(digest, "little", signed=True)], groups, device)
+    ((least, largest),) = ranges([int.from_bytes(digest, "little", signed=True)], groups, device)
     if least != largest:
         casts = ", ".join(dict.fromkeys(weight.spec.label for weight in gatherable)) or "none"
         raise ValueError(

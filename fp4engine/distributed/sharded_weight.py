@@ -31,6 +31,7 @@ from fp4engine.arguments import require_data
 from fp4engine.distributed.gathered_weight import GatheredWeight
 from fp4engine.distributed.streams import AcrossStreams
 from fp4engine.formats import CastSpec, Outer
+from fp4engine.ops.tiles import quantize_tiles
 from fp4engine.private import disabled_torch_function, local_tensor
 from fp4engine.quantizers import Quantizer
 from fp4engine.steps import hear_steps
@@ -140,7 +141,7 @@ def send(asked: list[Asked], dtype: torch.dtype) -> list[Sent]:
     amaxes = [weight.amax(dtype) for weight, *_ in asked]
     matrices = [values.to(dtype) for _, values, _ in asked]
     specs = [weight.spec for weight, *_ in asked]
-    shards = ops.quantize_tiles(matrices, specs, amaxes, asked[0][0].quantizer.backend)
+    shards = quantize_tiles(matrices, specs, amaxes, asked[0][0].quantizer.backend)
     wire = AcrossStreams(*(shard.packed for shard in shards))
     return [Sent(shard.packed, state, wire) for (*_, state), shard in zip(asked, shards, strict=True)]
 

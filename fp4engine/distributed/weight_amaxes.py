@@ -11,6 +11,7 @@ from fp4engine.arguments import require_model
 from fp4engine.formats import ScaleRule
 from fp4engine.modules import Gemms
 from fp4engine.modules.shared_weight import SharedWeight, WeightAmaxes
+from fp4engine.ops.reduce import share_amaxes
 from fp4engine.quantizers import Quantizer
 from fp4engine.state import current_state, is_recomputed
 
@@ -64,7 +65,7 @@ class _Hooks:
         for pairs in together.values():
             parts = [found.weight.to_local() for _, found in pairs]
             amaxes = amaxes_of(parts, [found.plan.weight for _, found in pairs])
-            ops.share_amaxes(amaxes, pairs[0][1].groups)
+            share_amaxes(amaxes, pairs[0][1].groups)
             for (layer, found), rows in zip(pairs, amaxes.view(len(pairs), 2, -1).unbind(), strict=True):
                 layer.leave_weight_amaxes(WeightAmaxes(rows, found.weight, found.found_for))
 

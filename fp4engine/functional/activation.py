@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fp4engine import ops
 from fp4engine.arguments import is_number, require_one_of, shown
+from fp4engine.ops.fused_input import activation_backward
 
 
 def _gelu(x: Tensor) -> Tensor:
@@ -28,26 +29,18 @@ def _squared_relu(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
-PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
+_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": _gelu,
     "qgelu": _quick_gelu,
     "relu": F.relu,
     "srelu": _squared_relu,
     "silu": F.silu,
+    "sigmoid": torch.sigmoid,
 }
-GATED: dict[str, Callable[[Tensor], Tensor]] = {
-    "geglu": _gelu,
-    "qgeglu": _quick_gelu,
-    "reglu": F.relu,
-    "sreglu": _squared_relu,
-    "swiglu": F.silu,
-    "glu": torch.sigmoid,
-}
-_KERNELS = {
-    "gelu": "gelu", "qgelu": "qgelu", "relu": "relu", "srelu": "srelu", "silu": "silu",
-    "geglu": "gelu", "qgeglu": "qgelu", "reglu": "relu", "sreglu": "srelu", "swiglu": "silu", "glu": "sigmoid",
-}  # fmt: skip
-"""``activation -> name in the kernels`` of the function that is applied to the input, or to its first half."""
+"""By their names in the kernels."""
+PLAIN = ("gelu", "qgelu", "relu", "srelu", "silu")
+GATED = {"geglu": "gelu", "qgeglu": "qgelu", "reglu": "relu", "sreglu": "srelu", "swiglu": "silu", "glu": "sigmoid"}
+"""``activation -> name of the function`` that is applied to the first half of the input."""
 CLAMPED_SWIGLU = "clamped_swiglu"
 _CLAMPED_SWIGLU_DEFAULTS = {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}
 
@@ -57,7 +50,7 @@ class Activation:
     """One activation, called with the output of fc1.
 
     Attributes:
-        name: a key of :data:`PLAIN` or :data:`GATED`, or ``"clamped_swiglu"``.
+        name: one of :data:`PLAIN` or :data:`GATED`, or ``"clamped_swiglu"``.
         params: ``limit``, ``alpha`` and ``glu_linear_offset`` of ``"clamped_swiglu"``; None takes 7, 1.702 and 1.
 
     Raises:
@@ -85,16 +78,16 @@ class Activation:
 
     def __call__(self, x: Tensor) -> Tensor:
         if not self.is_gated:
-            return PLAIN[self.name](x)
+            return _FUNCTIONS[self.name](x)
         activated, gate = x.chunk(2, dim=-1)
         if self.name == CLAMPED_SWIGLU:
             return _clamped_swiglu(activated, gate, **{**_CLAMPED_SWIGLU_DEFAULTS, **(self.params or {})})
-        return GATED[self.name](activated) * gate
+        return _FUNCTIONS[self.kernel](activated) * gate
 
     @property
     def kernel(self) -> str:
         """Name in the kernels of the function that is applied to the input, or to its first half."""
-        return _KERNELS[self.name]
+        return GATED.get(self.name, self.name)
 
     def vectors(self) -> tuple[None, None]:
         """As :meth:`fp4engine.functional.norm.Norm.vectors`: there are none."""
@@ -102,17 +95,17 @@ class Activation:
 
     def is_fusable(self, dtype: torch.dtype) -> bool:
         """Whether kernels compute it in ``dtype``: in 16 bits only, for which their exponential is accurate enough."""
-        return self.name in _KERNELS and dtype in (torch.bfloat16, torch.float16)
+        return self.name != CLAMPED_SWIGLU and dtype in (torch.bfloat16, torch.float16)
 
     def source(self, x: Tensor, dtype: torch.dtype) -> tuple[ops.Source, None]:
         """The activation of x [M, K or 2K] as a source for the cast to ``dtype``, and None: backward needs only x."""
-        return ops.Source(x, dtype, _KERNELS[self.name], self.is_gated), None
+        return ops.Source(x, dtype, self.kernel, self.is_gated), None
 
     def gradients(
         self, grad: Tensor, x: Tensor, parameters: tuple[Tensor | None, ...], statistics: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         """Gradient of x from ``grad``, the gradient of the activation's value [M, K]."""
-        return (ops.activation_backward(grad, x, _KERNELS[self.name], self.is_gated),)
+        return (activation_backward(grad, x, self.kernel, self.is_gated),)
 
 
 def _clamped_swiglu(activated: Tensor, gate: Tensor, **params: Any) -> Tensor:

@@ -16,12 +16,11 @@ from torch import Tensor
 from fp4engine import ops
 from fp4engine.constants import ALIGNMENT, MOST_QUESTIONS
 from fp4engine.functional.call import Call
-from fp4engine.functional.fused import Fused, NotCovered, contiguous, matrix_at
-from fp4engine.functional.plan import LinearPlan
+from fp4engine.functional.fused import Fused, NotCovered, Question, Setting, contiguous, matrix_at
 from fp4engine.functional.program import CastWeight, Dtypes, LaterProduct, Needs, Request, accumulate, backward, forward
 from fp4engine.functional.record import Layout, Slot, replaced, restored, saved
 from fp4engine.functional.shards import shared_amaxes
-from fp4engine.kernels.amax_history import History, Past
+from fp4engine.kernels.amax_history import Past
 from fp4engine.kernels.launch import Launch, Matrix, Place, TensorMeta
 from fp4engine.ops import backend as backends
 from fp4engine.ops.draws import require_repeated
@@ -30,24 +29,7 @@ from fp4engine.ops.rng import lock as draw_lock
 from fp4engine.roles import TENSOR_TYPES, TensorType
 
 Told = tuple[TensorMeta | None, ...]
-Names = tuple[str, ...]
-"""What each input of a launch is, in their order."""
 Pasts = tuple[tuple[TensorType, Past], ...]
-"""What a launch depends on of the histories of delayed scaling; empty where there are none."""
-
-
-class Setting(NamedTuple):
-    """What a direction depends on beside its plan and its tensors.
-
-    Attributes:
-        replays: whether draws have to be values, since a forward takes them again.
-        rank_bits: of the rank whose random bits are drawn; 0 where nothing is drawn.
-        places: for each role where its matrix begins in a whole one, where it does.
-    """
-
-    replays: bool = False
-    rank_bits: int = 0
-    places: tuple[tuple[TensorType, tuple[int, int]], ...] = ()
 
 
 class Direction(NamedTuple):
@@ -88,7 +70,7 @@ def run_forward(
         parameters: gamma and beta of a norm that the input has to go through.
     """
     plan, template, kept_before = call.plan, None, []
-    names: Names = ("x", "weight", "bias")
+    names: tuple[str, ...] = ("x", "weight", "bias")
     tensors: list[Any] = [x, weight, bias]
     if given is not None:
         read, kept_before, template = _flat(call, given)
@@ -109,21 +91,22 @@ def run_forward(
         names += ("state",)
         tensors.append(ops.state_of(x.device, call.stream("forward")))
     needs, pasts = call.needs, ()
-    asked = plan, needs, template, call.function, call.dtypes[0], setting, x.device
+    rest = needs, template, call.function, call.dtypes[0]
     if call.shards is not None or plan.is_stateful:
-        if _resolve_forward(*asked, names, _told(tensors), ()) is None:  # before ranks reduce or a history is recalled
+        asked = Question(plan, x.device, setting, names, _told(tensors))
+        if _resolve_forward(asked, *rest) is None:  # before ranks reduce or a history is recalled
             return None
         requests = [Request("input", plan.input, x, True, needs.wgrad)]
         if given is None:
             requests.append(Request("weight", plan.weight, weight, True, needs.dgrad))
         more, pasts = _beside(call, requests, tensors)
         names += more
-    told = _told(tensors)
-    direction = _resolve_forward(*asked, names, told, pasts)
+    asked = _new(Question, (plan, x.device, setting, names, _told(tensors), pasts))
+    direction = _resolve_forward(asked, *rest)
     if direction is None:
         return None
     if direction.launch.is_new:
-        direction.launch.beside(_compiling_backward(call, direction, told, kept_before, bias, x.device))
+        direction.launch.beside(_compiling_backward(call, direction, asked.told, kept_before, bias, x.device))
     (y,), kept = direction(tensors)
     return y, kept + kept_before, direction.layout
 
@@ -152,10 +135,10 @@ def _compiling_backward(
     if needs.wgrad and (out := call.wgrad_out) is not None:
         names, expected = (*names, "main_grad"), (*expected, *_told([out]))
     later, setting = call.wgrad_is_later, _setting(call, "backward")
-    asked = plan, direction.layout, needs, call.cols, call.dtypes, later, setting, device, names, expected, ()
+    asked = Question(plan, device, setting, names, expected)
 
     def compile_backward() -> None:
-        backward = _resolve_backward(*asked)
+        backward = _resolve_backward(asked, direction.layout, needs, call.cols, call.dtypes, later)
         if backward is not None:
             backward.launch.compile(expected)
 
@@ -185,7 +168,7 @@ def run_backward(
     if not _are_readable([grad_output, *kept]):
         return None
     kept = aligned(kept)
-    names: Names = ("grad", *("kept",) * len(kept))
+    names: tuple[str, ...] = ("grad", *("kept",) * len(kept))
     tensors: list[Any] = [grad_output, *kept]
     setting = _setting(call, "backward")
     if plan.draws_in_backward and (needs.dgrad or needs.wgrad):
@@ -197,14 +180,16 @@ def run_backward(
             return None
         names += ("main_grad",)
         tensors.append(out)
-    asked = plan, layout, needs, call.cols, call.dtypes, later, setting, grad_output.device
+    rest = layout, needs, call.cols, call.dtypes, later
     if call.shards is not None or plan.is_stateful:
-        if _recasts_shared(call) or _resolve_backward(*asked, names, _told(tensors), ()) is None:
+        asked = Question(plan, grad_output.device, setting, names, _told(tensors))
+        if _recasts_shared(call) or _resolve_backward(asked, *rest) is None:
             return None
         request = Request("grad_output", plan.grad_output, grad_output, needs.dgrad, needs.wgrad)
         more, pasts = _beside(call, [request] if needs.dgrad or needs.wgrad else [], tensors)
         names += more
-    direction = _resolve_backward(*asked, names, _told(tensors), pasts)
+    asked = _new(Question, (plan, grad_output.device, setting, names, _told(tensors), pasts))
+    direction = _resolve_backward(asked, *rest)
     if direction is None:
         return None
     made, left = direction(tensors)
@@ -222,7 +207,9 @@ def _accumulate(call: Call, layout: Layout, pool: Sequence[Tensor], out: Tensor)
     """Add wgrad to ``out``, from the operands that a backward pass has left in ``pool``."""
     direction = None
     if _are_readable([out]):
-        direction = _resolve_accumulate(call.plan, layout, call.cols, out.device, _told([out, *pool]))
+        names = ("out", *("kept",) * len(pool))
+        asked = Question(call.plan, out.device, _QUIET, names, _told([out, *pool]))
+        direction = _resolve_accumulate(asked, layout, call.cols)
     if direction is not None:
         direction([out, *pool])
     else:
@@ -298,7 +285,7 @@ def _recasts_shared(call: Call) -> bool:
     return any(q.columnwise_source != "original" and any(call.shards.groups_of(role, q)) for role, q in roles)
 
 
-def _beside(call: Call, requests: Sequence[Request], tensors: list[Any]) -> tuple[Names, Pasts]:
+def _beside(call: Call, requests: Sequence[Request], tensors: list[Any]) -> tuple[tuple[str, ...], Pasts]:
     """Add to ``tensors`` what casts are scaled by beside their own amaxes: what ranks share, hold, or histories say."""
     names: list[str] = []
     pasts: list[tuple[TensorType, Past]] = []
@@ -320,30 +307,9 @@ def _beside(call: Call, requests: Sequence[Request], tensors: list[Any]) -> tupl
     return tuple(names), tuple(pasts)
 
 
-def _builder(plan: LinearPlan, device: torch.device, setting: Setting, names: Names, told: Told, pasts: Pasts) -> Fused:
-    """A builder of launches with these inputs."""
-    b = Fused(plan, device, told, setting.replays, setting.rank_bits, dict(setting.places))
-    inputs = dict(zip(names, b.builder.inputs, strict=True))
-    b.state = inputs.get("state")
-    for role in TENSOR_TYPES:
-        b.given[role] = inputs.get(f"{role} row"), inputs.get(f"{role} col")
-    for role, past in pasts:
-        b.histories[role] = History(past, (inputs[f"{role} values"], inputs[f"{role} amax"]))
-    return b
-
-
 @lru_cache(maxsize=MOST_QUESTIONS)
 def _resolve_forward(
-    plan: LinearPlan,
-    needs: Needs,
-    template: CastWeight | None,
-    function: Any,
-    dtype: torch.dtype,
-    setting: Setting,
-    device: torch.device,
-    names: Names,
-    told: Told,
-    pasts: Pasts,
+    asked: Question, needs: Needs, template: CastWeight | None, function: Any, dtype: torch.dtype
 ) -> Direction | None:
     """The launch of a forward; None where kernels do not cover it.
 
@@ -352,15 +318,15 @@ def _resolve_forward(
         function: the norm or activation that the input has to go through.
         dtype: of the output.
     """
-    b = _builder(plan, device, setting, names, told, pasts)
-    inputs = dict(zip(names, map(b.input, range(len(told))), strict=True))
+    b = Fused(asked)
+    inputs = {name: b.input(index) for index, name in enumerate(asked.names)}
     x, weight, statistics = inputs["x"], inputs["weight"], None
     assert x is not None
     try:
         if function is not None:
             x, statistics = b.source(function, x, inputs["gamma"], inputs["beta"], dtype)
         if template is not None:
-            read = _reader(b, names.index("given"))
+            read = _reader(b, asked.names.index("given"))
             rowwise, seal = replaced((template.rowwise, template.seal), read)
             weight = template._replace(rowwise=rowwise, values=weight, seal=seal)
         y, kept = forward(b, x, weight, inputs["bias"], needs, dtype)
@@ -377,26 +343,16 @@ def _resolve_forward(
 
 @lru_cache(maxsize=MOST_QUESTIONS)
 def _resolve_backward(
-    plan: LinearPlan,
-    layout: Layout,
-    needs: Needs,
-    cols: int,
-    dtypes: Dtypes,
-    later: bool,
-    setting: Setting,
-    device: torch.device,
-    names: Names,
-    told: Told,
-    pasts: Pasts,
+    asked: Question, layout: Layout, needs: Needs, cols: int, dtypes: Dtypes, later: bool
 ) -> Direction | None:
     """The launch of a backward pass; None where kernels do not cover it.
 
     What it saves, where wgrad is computed ``later``, is a :class:`LaterProduct` and where the weight's cast did not
     saturate; their slots are among what it leaves, followed by what the forward kept.
     """
-    b = _builder(plan, device, setting, names, told, pasts)
+    b = Fused(asked)
     grad_output, kept = b.input(0), replaced(layout.slots, _reader(b, 1))
-    out = b.input(names.index("main_grad")) if "main_grad" in names else None
+    out = b.input(asked.names.index("main_grad")) if "main_grad" in asked.names else None
     try:
         gradients = backward(b, grad_output, kept, needs, cols, dtypes, later, out)
     except NotCovered:
@@ -408,11 +364,9 @@ def _resolve_backward(
 
 
 @lru_cache(maxsize=MOST_QUESTIONS)
-def _resolve_accumulate(
-    plan: LinearPlan, layout: Layout, cols: int, device: torch.device, told: Told
-) -> Direction | None:
+def _resolve_accumulate(asked: Question, layout: Layout, cols: int) -> Direction | None:
     """The launch that adds wgrad to its first input."""
-    b = Fused(plan, device, told, False, 0, {})
+    b = Fused(asked)
     product, within = replaced(layout.slots, _reader(b, 1))
     try:
         accumulate(b, product, within, cols, b.input(0))
@@ -477,5 +431,5 @@ def _direction(b: Fused, results: list[Place], record: Any, apart: bool = False)
 
     layout = Layout(replaced(record, slot))
     positions = () if apart else tuple(place.position for place in read)
-    draws = b.state is not None and not b.replays
+    draws = "state" in b.places and not b.asked.setting.replays
     return Direction(launch, tuple(b.paths), draws, len(results), layout, positions)

@@ -15,8 +15,11 @@ from fp4engine.functional.plan import LinearPlan
 from fp4engine.functional.program import Request
 from fp4engine.functional.shards import Shards, shared_amaxes
 from fp4engine.ops import Operand, SquareOperand, TiledOperand
+from fp4engine.ops.cast import transient_form
 from fp4engine.ops.checksum import compare
+from fp4engine.ops.draws import draw_from
 from fp4engine.ops.operation import PLAIN
+from fp4engine.ops.through_cast import clip_and_rotate_back, within_range
 from fp4engine.private import is_fake
 from fp4engine.quantizers import Quantizer
 from fp4engine.roles import GemmName
@@ -31,10 +34,13 @@ class Eager:
 
     Args:
         shards: this rank's parts of the matrices, where several ranks share them; else None.
+        state: of the random stream; None for the one that the thread, or the layer in ``shards``, draws from.
     """
 
-    def __init__(self, plan: LinearPlan, device: torch.device, shards: Shards | None = None) -> None:
-        self.plan, self.device, self.shards = plan, device, shards
+    def __init__(
+        self, plan: LinearPlan, device: torch.device, shards: Shards | None = None, state: Tensor | None = None
+    ) -> None:
+        self.plan, self.device, self.shards, self.state = plan, device, shards, state
 
     dense = staticmethod(Operand.dense)
 
@@ -42,6 +48,8 @@ class Eager:
         return matrix.T
 
     def draw(self, direction: ops.Direction, after: Tensor | None = None) -> Tensor:
+        if self.state is not None:
+            return draw_from(self.state)
         if self.shards is not None:
             return self.shards.draw(self.device, direction, after)
         return ops.next_draw(self.device, direction=direction, after=after)
@@ -77,7 +85,7 @@ class Eager:
 
     def _form(self, spec: CastSpec | None, backend: str) -> ops.Form:
         """The form, codes or values, of an operand that one product reads and that is not kept."""
-        return "codes" if spec is None else ops.transient_form(spec.key, self.device, backend)
+        return "codes" if spec is None else transient_form(spec.key, self.device, backend)
 
     compare = staticmethod(compare)
 
@@ -103,7 +111,7 @@ class Eager:
         if type(tensor) not in PLAIN and not is_fake(tensor):
             kind = type(tensor).__name__
             raise NotImplementedError(f"clipped_gradient=True needs plain tensors that were cast, got a {kind}")
-        return ops.within_range(tensor, operand, self.plan.backend)
+        return within_range(tensor, operand, self.plan.backend)
 
     def product(
         self,
@@ -145,7 +153,7 @@ class Eager:
         Source: arXiv 2505.14669; IST-DASLab Quartet 00ccd38, ``quantizers/mxfp4.py``, ``QuestMXFP4QuantizerFn``.
         """
         wanted = dtype if out is None else torch.float32
-        gradient = ops.clip_and_rotate_back(values, within, rotated, cols, wanted, self.plan.backend)
+        gradient = clip_and_rotate_back(values, within, rotated, cols, wanted, self.plan.backend)
         return gradient if out is None else out.add_(gradient)
 
     def column_sum(self, grad_output: Tensor, dtype: torch.dtype) -> Tensor:

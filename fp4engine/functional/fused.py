@@ -8,7 +8,7 @@ a tensor, :class:`NotCovered` says so, and :class:`~fp4engine.functional.eager.E
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from fp4engine.functional.plan import LinearPlan
 from fp4engine.functional.program import Request
 from fp4engine.kernels import through_cast, tiles
 from fp4engine.kernels.amax import add_fold
+from fp4engine.kernels.amax_history import History, Past
 from fp4engine.kernels.block_decode import add_block_decode
 from fp4engine.kernels.casts import Wanted, add_casts
 from fp4engine.kernels.checksum import add_comparison
@@ -33,15 +34,12 @@ from fp4engine.kernels.launch import LaunchBuilder, Matrix, Place, TensorMeta
 from fp4engine.kernels.load import Prologue, Reading
 from fp4engine.kernels.norm import add_row_statistics
 from fp4engine.ops import Operand, SquareOperand, TiledOperand, gemm_fp8
-from fp4engine.ops.cast import casts_supported, decode_supported
+from fp4engine.ops.cast import casts_supported, decode_supported, transient_form
 from fp4engine.ops.checksum import Seal
 from fp4engine.ops.draws import draw_from
 from fp4engine.ops.gemm import product_path, values_dtype
 from fp4engine.quantizers import Quantizer
 from fp4engine.roles import GemmName, TensorType
-
-Given = tuple[Place | None, Place | None]
-"""Outer amaxes of both sides of a tensor that were found before; None for a side that has to find its own."""
 
 Placed = Any
 """An :class:`~fp4engine.ops.Operand` with a :class:`Matrix` in place of each tensor."""
@@ -54,46 +52,60 @@ class NotCovered(Exception):
     """Raised where no kernels compute a part of the layer."""
 
 
+class Setting(NamedTuple):
+    """What a direction depends on beside its plan and its tensors.
+
+    Attributes:
+        replays: whether draws have to be values, since a forward takes them again.
+        rank_bits: of the rank whose random bits are drawn, in a stream id; 0 where nothing is drawn.
+        places: for each role where its matrix begins in a whole one, where it does.
+    """
+
+    replays: bool = False
+    rank_bits: int = 0
+    places: tuple[tuple[TensorType, tuple[int, int]], ...] = ()
+
+
+class Question(NamedTuple):
+    """What every launch depends on, whatever it computes.
+
+    Attributes:
+        names: what each input is, in their order: ``"state"`` of the random stream, ``"input row"`` for the amax that
+            scales the rowwise operand of the input, ``"input values"`` and ``"input amax"`` for its history, and so on.
+        told: metadata of the inputs; None for one that is not there.
+        pasts: what the launch depends on of each role's history under delayed scaling.
+    """
+
+    plan: LinearPlan
+    device: torch.device
+    setting: Setting
+    names: tuple[str, ...]
+    told: tuple[TensorMeta | None, ...]
+    pasts: tuple[tuple[TensorType, Past], ...] = ()
+
+
 class Fused:
     """Verbs on the places of tensors in a launch.
 
-    Args:
-        plan: of the layer.
-        told: metadata of the launch's inputs; None for one that is not there.
-        replays: whether draws have to be values.
-        rank_bits: of the rank whose random bits are drawn, in a stream id.
-        places: for each role whose matrix is a part of one where it begins.
-
     Attributes:
         builder: the launch.
-        state: the state of the random stream.
-        given: for each role the amaxes that ranks share.
-        histories: for each role its history under delayed scaling.
+        places: of the launch's inputs, by their names.
         paths: what runs, for :func:`fp4engine.executed_paths`.
         apart: what is saved as tensors of their own, since PyTorch makes or reads them.
     """
 
-    def __init__(
-        self,
-        plan: LinearPlan,
-        device: torch.device,
-        told: Sequence[TensorMeta | None],
-        replays: bool,
-        rank_bits: int,
-        places: dict[TensorType, tuple[int, int]],
-    ) -> None:
-        self.plan, self.device, self._eager = plan, device, Eager(plan, device)
-        self.builder = LaunchBuilder(device, len(told))
-        self._told, self.replays, self._rank_bits, self._places = told, replays, rank_bits, places
-        self.state: Place | None = None
-        self.given: dict[TensorType, Given] = {}
-        self.histories: dict[TensorType, Any] = {}
+    def __init__(self, asked: Question) -> None:
+        self.asked, self.plan, self.device = asked, asked.plan, asked.device
+        self._eager = Eager(asked.plan, asked.device)
+        self.builder = LaunchBuilder(asked.device, len(asked.told))
+        self.places = dict(zip(asked.names, self.builder.inputs, strict=True))
+        self._pasts, self._begins = dict(asked.pasts), dict(asked.setting.places)
         self.paths: list[str] = []
         self.apart: set[Place] = set()
 
     def input(self, index: int) -> Matrix | None:
         """An input of the launch."""
-        told = self._told[index]
+        told = self.asked.told[index]
         return None if told is None else Matrix(self.builder.inputs[index], told)
 
     def source(self, function: Any, x: Matrix, gamma: Matrix | None, beta: Matrix | None, dtype: torch.dtype) -> Any:
@@ -114,10 +126,10 @@ class Fused:
         return matrix.transposed
 
     def draw(self, direction: ops.Direction, after: Matrix | None = None) -> Place:
-        assert self.state is not None
-        if not self.replays:
-            return add_draw(self.builder, self.state, 1)
-        (drawn,) = self.builder.host_step(draw_from, (self.state,), ((2,), torch.int64))
+        state = self.places["state"]
+        if not self.asked.setting.replays:
+            return add_draw(self.builder, state, 1)
+        (drawn,) = self.builder.host_step(draw_from, (state,), ((2,), torch.int64))
         return drawn
 
     def cast(self, requests: Sequence[Request]) -> list[tuple[Placed, Placed]]:
@@ -136,15 +148,17 @@ class Fused:
             if spec is not None:
                 if not spec.block[1] and spec.scale_rule.is_power_of_two:
                     raise NotCovered  # its amax is rounded before the cast
-                form = "codes" if in_codes[side] else ops.transient_form(spec.key, self.device, quantizer.backend)
-                wanted[side] = Wanted(spec, form, self.given.get(role, (None, None))[side])
+                form = "codes" if in_codes[side] else transient_form(spec.key, self.device, quantizer.backend)
+                wanted[side] = Wanted(spec, form, self.places.get(f"{role} {('row', 'col')[side]}"))
         made: list[Placed] = [None, None]
         if any(keys):
-            stream, place = quantizer.stream, self._places.get(role)
+            stream, place = quantizer.stream, self._begins.get(role)
             if rng is not None:
-                stream |= self._rank_bits
+                stream |= self.asked.setting.rank_bits
                 rng = rng if place is None else add_place(self.builder, rng, place)
-            history = self.histories.get(role)
+            history = None
+            if role in self._pasts:
+                history = History(self._pasts[role], (self.places[f"{role} values"], self.places[f"{role} amax"]))
             is_placed = rng is not None and bool(place)
             operands = add_casts(self.builder, reading, wanted[0], wanted[1], rng, stream, is_placed, history)
             self.paths += ["quantize/triton"] + ["record_amax/triton"] * (history is not None)

@@ -31,6 +31,14 @@ from fp4engine.functional.record import restored, saved
 from fp4engine.functional.shards import Shards
 from fp4engine.functional.weight_cache import WeightCache
 from fp4engine.ops import Operand
+from fp4engine.ops.grouped import (
+    expert_offsets,
+    grouped_gemm,
+    grouped_quantize,
+    grouped_supports,
+    grouped_wgrad,
+    grouped_wgrad_accumulate,
+)
 from fp4engine.quantizers.base import as_matrix
 from fp4engine.roles import GemmName
 
@@ -89,7 +97,7 @@ def grouped_refusal(inp: Tensor, experts: Sequence[Expert]) -> str:
     for quantizer in quantizers:
         for backend in (plan.backend, quantizer.backend):
             specs, dtypes = (quantizer.rowwise_spec, quantizer.columnwise_spec), (inp.dtype, weight.dtype)
-            supported, reason = ops.grouped_supports(specs, dtypes, inp.device, backend)
+            supported, reason = grouped_supports(specs, dtypes, inp.device, backend)
             if not supported:
                 return reason
     return ""
@@ -99,7 +107,7 @@ class GroupedEager(Eager):
     """Verbs on the rows of all experts at once.
 
     Args:
-        offsets: int64 [G + 2], of :func:`fp4engine.ops.expert_offsets`.
+        offsets: int64 [G + 2], of :func:`fp4engine.ops.grouped.expert_offsets`.
     """
 
     def __init__(self, plan: LinearPlan, offsets: Tensor) -> None:
@@ -111,7 +119,7 @@ class GroupedEager(Eager):
 
     def cast(self, requests: Sequence[Request]) -> list[Operands]:
         return [
-            ops.grouped_quantize(
+            grouped_quantize(
                 tensor,
                 self.offsets,
                 quantizer.rowwise_spec if rowwise else None,
@@ -134,8 +142,8 @@ class GroupedEager(Eager):
         out: Tensor | None = None,
     ) -> Tensor:
         if name == "wgrad":
-            return ops.grouped_wgrad(left, right, self.offsets, out_dtype=dtype)
-        return ops.grouped_gemm(left, right, self.offsets, out_dtype=dtype, bias=bias)
+            return grouped_wgrad(left, right, self.offsets, out_dtype=dtype)
+        return grouped_gemm(left, right, self.offsets, out_dtype=dtype, bias=bias)
 
     def column_sum(self, grad_output: Tensor, dtype: torch.dtype) -> Tensor:
         return ops.column_sums(grad_output, self.offsets).to(dtype)
@@ -179,7 +187,7 @@ class GroupedLinearFunction(torch.autograd.Function):
     def forward(ctx: Any, inp: Tensor, counts: Tensor, calls: list[Call], *parameters: Tensor) -> Tensor:
         call, weights, biases = calls[0], parameters[: len(calls)], parameters[len(calls) :]
         matrix, outs = as_matrix(inp, "the input"), weights[0].shape[0]
-        offsets = ops.expert_offsets(counts, matrix.shape[0])
+        offsets = expert_offsets(counts, matrix.shape[0])
         b, bias = GroupedEager(call.plan, offsets), torch.stack(biases) if biases else None
         output, kept = program.forward(b, matrix, _stacked(weights, calls), bias, call.needs, inp.dtype)
         tensors, ctx.slots = saved((offsets, kept))
@@ -208,7 +216,7 @@ class GroupedLinearFunction(torch.autograd.Function):
             for expert, own in enumerate(call.main_grad for call in calls):
                 if own is not None and own.is_asked_for(ctx, 2 + expert):  # behind inp and counts
                     buffers = [own.buffer if other == expert else None for other in range(groups)]
-                    own.add(partial(ops.grouped_wgrad_accumulate, buffers, *grad_weight, offsets))
+                    own.add(partial(grouped_wgrad_accumulate, buffers, *grad_weight, offsets))
         elif grad_weight is not None:
             grads[:groups] = grad_weight.unbind()
         if grad_bias is not None:

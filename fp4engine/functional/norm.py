@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fp4engine import ops
 from fp4engine.arguments import is_number, require_bool, require_one_of
+from fp4engine.ops.fused_input import row_statistics
 
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 
@@ -127,7 +128,7 @@ class Norm:
             ValueError: gamma or beta does not fit x.
         """
         _require_parameters(x, gamma, beta)
-        statistics = ops.row_statistics(x, self.eps, self.has_bias)
+        statistics = row_statistics(x, self.eps, self.has_bias)
         return ops.Source(x, dtype, self.kind, False, statistics, *self.vectors(gamma, beta)), statistics
 
     def gradients(

@@ -32,7 +32,6 @@ from fp4engine.functional.record import Layout, Slot, leaves, restored
 from fp4engine.functional.shards import Shard, Shards
 from fp4engine.ops import Operand, TiledOperand
 from fp4engine.ops.cast import amax_shape, codes_outputs
-from fp4engine.ops.draws import draw_from
 from fp4engine.ops.operation import PLAIN, Output, define
 from fp4engine.ops.operator_order import order_token
 from fp4engine.ops.reduce import groups_named, names_of
@@ -227,23 +226,11 @@ def _linear_backward(
         call = Call(own, _NOBODY, shards, None, None, needs, None, cols, dtypes)
         gradients = directions().run_backward(call, layout, grad_output, kept, needs, state)
     if gradients is None:
-        b = _Drawing(own, grad_output.device, shards, state)
+        b = Eager(own, grad_output.device, shards, state)
         gradients = backward(b, grad_output, restored(layout.slots, kept), needs, cols, dtypes)
     grad_input, grad_weight, _ = gradients
     absent = grad_output.new_empty(0)
     return grad_input.contiguous() if needs_dgrad else absent, grad_weight.contiguous() if needs_wgrad else absent
-
-
-class _Drawing(Eager):
-    """Draws from the state that an operator is given."""
-
-    def __init__(self, plan: LinearPlan, device: torch.device, shards: Shards | None, state: Tensor | None) -> None:
-        super().__init__(plan, device, shards)
-        self.state = state
-
-    def draw(self, direction: ops.Direction, after: Tensor | None = None) -> Tensor:
-        assert self.state is not None
-        return draw_from(self.state)
 
 
 _NOBODY = ExecutedGemms()

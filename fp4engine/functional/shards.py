@@ -5,7 +5,8 @@ the random bits, which belong to an element's place in the whole tensor.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -85,24 +86,57 @@ class Shards(NamedTuple):
         return ops.next_draw(device, 1, self.stream(direction), direction, after)
 
 
-class Wholes(Protocol):
-    """Takes this rank's parts of whole tensors that ranks share, and makes whole tensors from parts."""
+class Wholes(NamedTuple):
+    """How the DTensors of ``inp @ weight.T + bias`` are spread over a mesh: their parts and, of parts, whole tensors.
+
+    Attributes:
+        mesh: the mesh on which all of them lie.
+        shards: this rank's parts of the matrices.
+        shapes: shapes of input, weight, bias and output.
+        placements: placements of the gradients of input, weight and bias, and of the output.
+        of_grad: placements of the output's gradient, of which no rank has a part of a sum.
+    """
+
+    mesh: Any
+    shards: Shards
+    shapes: tuple[torch.Size, ...]
+    placements: tuple[tuple[Any, ...], ...]
+    of_grad: tuple[Any, ...]
+
+    def parts(self, *tensors: Tensor | None) -> list[Tensor | None]:
+        """This rank's parts of input, weight and bias, connected by autograd to the DTensors."""
+        wholes: tuple[Any, ...] = tensors
+        return [
+            None if whole is None else whole.to_local(grad_placements=placements)
+            for whole, placements in zip(wholes, self.placements, strict=False)
+        ]
 
     def part(self, tensor: Tensor) -> Tensor:
-        """The rank's part of a whole tensor."""
-        ...
+        """This rank's part of a DTensor, without autograd; waits for a collective that still writes it."""
+        whole: Any = tensor
+        local = whole.to_local()
+        return local.wait() if hasattr(local, "wait") else local
 
     def part_of_grad(self, grad_output: Tensor) -> Tensor:
         """The rank's part of the output's gradient, which is first spread over the ranks as the output is."""
-        ...
+        whole: Any = grad_output
+        return self.part(whole if whole.placements == self.of_grad else whole.redistribute(placements=self.of_grad))
 
     def output(self, part: Tensor) -> Tensor:
         """The whole output."""
-        ...
+        return self._whole(part, -1)
 
     def gradients(self, *parts: Tensor | None) -> list[Tensor | None]:
         """The whole gradients of input, weight and bias."""
-        ...
+        return [None if part is None else self._whole(part, index) for index, part in enumerate(parts)]
+
+    def _whole(self, part: Tensor, index: int) -> Any:
+        """The DTensor whose part on this rank is ``part``: the output, or by ``index`` another tensor's gradient."""
+        from torch.distributed.tensor import DTensor
+
+        shape = self.shapes[index]
+        stride = tuple([prod(shape[i + 1 :]) for i in range(len(shape))])
+        return DTensor.from_local(part, self.mesh, self.placements[index], run_check=False, shape=shape, stride=stride)
 
 
 def shared_amaxes(requests: Sequence[Request], shards: Shards) -> list[Tensor | None]:

@@ -19,9 +19,9 @@ from fp4engine.formats import CastSpec
 from fp4engine.functional import LinearPlan
 from fp4engine.functional.eager import Eager
 from fp4engine.functional.program import Request
-from fp4engine.functional.shards import Shards
+from fp4engine.functional.shards import Shards, Wholes
 from fp4engine.modules import Gemms
-from fp4engine.modules.sharded import Layout, is_distributed, layout_of
+from fp4engine.modules.sharded import is_distributed, layout_of
 from fp4engine.quantizers import Quantizer
 from fp4engine.quantizers.base import as_matrix
 from fp4engine.reference.cast import prepare
@@ -142,7 +142,7 @@ class _Forward(NamedTuple):
 
     plan: LinearPlan
     spread: Spread | None
-    wholes: Layout | None
+    wholes: Wholes | None
     matrices: dict[TensorType, Tensor]
     versions: dict[TensorType, int]
     kept: dict[TensorType, Seen]
@@ -294,7 +294,7 @@ def _see_forward(
 
 def _share(
     plan: LinearPlan, x: Tensor, weight: Tensor, group: Any, name: str
-) -> tuple[Tensor, Tensor, Spread | None, Layout | None]:
+) -> tuple[Tensor, Tensor, Spread | None, Wholes | None]:
     """This rank's parts of input and weight, how ranks share them, and what takes parts; None and None if alone."""
     if not is_distributed(x, weight):
         return x, weight, None if group is None else Spread(Shards().and_over(group)), None

@@ -14,14 +14,13 @@ from fp4engine.functional import ExecutedGemms, LinearPlan, WeightCache, linear,
 from fp4engine.functional.fused_input import FusedInput
 from fp4engine.functional.grouped_linear import Expert
 from fp4engine.functional.main_grad import MainGrad, require_main_grad
-from fp4engine.functional.shards import Shards
+from fp4engine.functional.shards import Shards, Wholes
 from fp4engine.functional.weight_cache import microbatch_cache
 from fp4engine.modules.inputs import cast_by_autocast, unusable_devices
 from fp4engine.modules.plans import Planned, Remembering
 from fp4engine.modules.quantized_weight import QuantizedWeight, stored_operands
 from fp4engine.modules.recompute import note_scales
 from fp4engine.modules.sharded import (
-    Layout,
     is_distributed,
     layout_of,
     place_of,
@@ -96,7 +95,7 @@ class Gemms(Planned):
         self.executed = ExecutedGemms()
         self.draws_as: tuple[str, int] | None = None
         self._listeners: tuple[tuple[Listener, Missed | None], ...] = ()
-        self._share: tuple[Any, Shards, Layout, str] | None = None
+        self._share: tuple[Any, Shards, Wholes, str] | None = None
         self._weight_amaxes: WeightAmaxes | None = None
         self._weight_caches: tuple[WeightCache, ...] = ()
         self._microbatch_cache: WeightCache | None = None

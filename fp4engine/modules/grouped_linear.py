@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from fp4engine import ops
 from fp4engine.arguments import require_bools, require_integer
 from fp4engine.functional.grouped_linear import grouped, grouped_linear, grouped_refusal, require_counts
 from fp4engine.modules.gemms import Gemms
@@ -17,6 +16,7 @@ from fp4engine.modules.model_init import store_weight
 from fp4engine.modules.quantized_weight import initialize
 from fp4engine.modules.recompute import computed
 from fp4engine.modules.te_arguments import initializer, refuse_unimplemented, te_place
+from fp4engine.ops.backend import refuse
 from fp4engine.recipe import Recipe
 
 
@@ -152,7 +152,7 @@ class GroupedLinear(torch.nn.Module):
             reason = grouped_refusal(inp, quantized)
         if reason:
             if not torch.compiler.is_compiling():
-                ops.refuse("grouped_linear", reason, "as a loop that copies m_splits to the host")
+                refuse("grouped_linear", reason, "as a loop that copies m_splits to the host")
             return None
         if not torch.compiler.is_compiling():
             for gemms, _, _ in parts:

@@ -26,64 +26,14 @@ from fp4engine import ops
 from fp4engine.formats import Correction, Outer
 from fp4engine.functional import LinearPlan
 from fp4engine.functional.fused_input import FusedInput
-from fp4engine.functional.shards import Shard, Shards
+from fp4engine.functional.shards import Shard, Shards, Wholes
 from fp4engine.modules.quantized_weight import QuantizedWeight
+from fp4engine.ops.reduce import ranges
+from fp4engine.ops.rng import current_seed
 from fp4engine.private import constant_when_traced
 from fp4engine.quantizers import Quantizer
 
 _PLAIN = (type(None), Tensor, torch.nn.Parameter, QuantizedWeight, FusedInput)
-
-
-class Layout(NamedTuple):
-    """How the DTensors of ``inp @ weight.T + bias`` are spread over a mesh: their parts and, of parts, whole tensors.
-
-    It is a :class:`fp4engine.functional.shards.Wholes`.
-
-    Attributes:
-        mesh: the mesh on which all of them lie.
-        shards: this rank's parts of the matrices.
-        shapes: shapes of input, weight, bias and output.
-        placements: placements of the gradients of input, weight and bias, and of the output.
-        of_grad: placements of the output's gradient, of which no rank has a part of a sum.
-    """
-
-    mesh: Any
-    shards: Shards
-    shapes: tuple[torch.Size, ...]
-    placements: tuple[tuple[Any, ...], ...]
-    of_grad: tuple[Any, ...]
-
-    def parts(self, *tensors: Tensor | None) -> list[Tensor | None]:
-        """This rank's parts of input, weight and bias, connected by autograd to the DTensors."""
-        wholes: tuple[Any, ...] = tensors
-        return [
-            None if whole is None else whole.to_local(grad_placements=placements)
-            for whole, placements in zip(wholes, self.placements, strict=False)
-        ]
-
-    def part(self, tensor: Tensor) -> Tensor:
-        """This rank's part of a DTensor, without autograd; waits for a collective that still writes it."""
-        whole: Any = tensor
-        local = whole.to_local()
-        return local.wait() if hasattr(local, "wait") else local
-
-    def part_of_grad(self, grad_output: Tensor) -> Tensor:
-        whole: Any = grad_output
-        return self.part(whole if whole.placements == self.of_grad else whole.redistribute(placements=self.of_grad))
-
-    def output(self, part: Tensor) -> Tensor:
-        return self._whole(part, -1)
-
-    def gradients(self, *parts: Tensor | None) -> list[Tensor | None]:
-        return [None if part is None else self._whole(part, index) for index, part in enumerate(parts)]
-
-    def _whole(self, part: Tensor, index: int) -> Any:
-        """The DTensor whose part on this rank is ``part``: the output, or by ``index`` another tensor's gradient."""
-        from torch.distributed.tensor import DTensor
-
-        shape = self.shapes[index]
-        stride = tuple([prod(shape[i + 1 :]) for i in range(len(shape))])
-        return DTensor.from_local(part, self.mesh, self.placements[index], run_check=False, shape=shape, stride=stride)
 
 
 def is_distributed(*tensors: Tensor | FusedInput | None) -> bool:
@@ -174,7 +124,7 @@ def _rows_split(group: Any, rows: int) -> _Split:
 
 def layout_of(
     plan: LinearPlan, inp: Tensor, weight: Tensor, bias: Tensor | None, name: str, cp_group: Any = None
-) -> Layout:
+) -> Wholes:
     """How a linear transformation of DTensors by ``plan`` is spread over ranks, with this rank's parts.
 
     Args:
@@ -253,7 +203,7 @@ def layout_of(
     shapes = (x.shape, w.shape, w.shape[:1], torch.Size((*x.shape[:-1], w.shape[0])))
     placements = [tuple([gradients[i] for gradients in grads]) for i in range(3)]
     of_grad = tuple([Replicate() if placement.is_partial() else placement for placement in outputs])
-    return Layout(mesh, shards, shapes, (*placements, tuple(outputs)), of_grad)
+    return Wholes(mesh, shards, shapes, (*placements, tuple(outputs)), of_grad)
 
 
 def _on_one_mesh(inp: Tensor, weight: Tensor, bias: Tensor | None, name: str) -> tuple[Any, Any, Any]:
@@ -388,10 +338,10 @@ def _agreed(names: str, device: str, name: str, layer: str, casts: str, facts: t
     known = _known.setdefault(groups[0], {})
     key, compiled = (names, layer, casts, draws), (names, "", casts, draws)
     if key not in known and compiled not in known:
-        seed = ops.current_seed() if draws else 0
+        seed = current_seed() if draws else 0
         digest = hashlib.blake2b(repr((layer, casts, facts)).encode(), digest_size=8).digest()
         does = int.from_bytes(digest, "little", signed=True)
-        (least_seed, seeds), (least, most), (rank, _) = ops.ranges([seed, does, dist.get_rank()], groups, device)
+        (least_seed, seeds), (least, most), (rank, _) = ranges([seed, does, dist.get_rank()], groups, device)
         if least != most:
             weight, shape, inp, rows = facts
             counted = "" if rows is None else f" with {rows} rows"

@@ -13,6 +13,8 @@ from torch import Tensor
 from fp4engine import ops
 from fp4engine.arguments import shown
 from fp4engine.formats import CastSpec
+from fp4engine.ops.amax_history import record_amax
+from fp4engine.ops.cast import require_amax
 from fp4engine.quantizers.base import Quantizer, as_matrix
 from fp4engine.recipe import DelayedScaling
 from fp4engine.tensor import QuantizedTensor
@@ -191,7 +193,7 @@ class AmaxHistory:
                 choice = str(recipe.amax_compute_algo)
             else:
                 choice, chosen = "given", self._chosen(recipe, spec)
-        return ops.record_amax(self.values, self.amax, current, choice, chosen, backend)
+        return record_amax(self.values, self.amax, current, choice, chosen, backend)
 
     def recall(self, device: torch.device, recipe: DelayedScaling) -> ops.Memory:
         """What a launch needs to do the same as :meth:`record`."""
@@ -363,7 +365,7 @@ class RememberingQuantizer(Quantizer):
             rowwise_amax = self.own_amax(x)
         else:
             rows, cols = as_matrix(x).shape
-            ops.require_amax("rowwise_amax", rowwise_amax, self.rowwise_spec, rows, cols, x.device)
+            require_amax("rowwise_amax", rowwise_amax, self.rowwise_spec, rows, cols, x.device)
         amax = self.scaled_by(rowwise_amax)
         arguments["columnwise_amax"] = amax
         return super().quantize(x, rowwise_amax=amax, **arguments)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp4engine import ops
+from fp4engine.ops.amax_history import hold_amax, optimizer_steps
 from fp4engine.quantizers.delayed import AmaxHistory, RememberingQuantizer
 
 _NEVER = torch.iinfo(torch.int64).max
@@ -17,7 +17,7 @@ class HeldAmax(AmaxHistory):
     """The amax of one tensor of one module as it was sampled last.
 
     Attributes:
-        values: int64 [1], the count of optimizer steps (:func:`fp4engine.ops.optimizer_steps`) at which the next sample
+        values: int64 [1], the count of optimizer steps (:func:`optimizer_steps`) at which the next sample
             is due; -1 before the first one.
         amax: FP32 [1], the sample.
     """
@@ -41,24 +41,24 @@ class HeldAmax(AmaxHistory):
         self.follow(current.device)
         if evaluates:
             due = self.values.clone().masked_fill_(self.values >= 0, _NEVER)
-            return ops.hold_amax(due, self.amax.clone(), current, steps, one, backend)
+            return hold_amax(due, self.amax.clone(), current, steps, one, backend)
         if not torch.compiler.is_compiling():
-            count = ops.optimizer_steps()
+            count = optimizer_steps()
             if self._turn is not None and count != self._seen:
                 self.leave_turn()
             self._seen = count
-        return ops.hold_amax(self.values, self.amax, current, steps, one, backend)
+        return hold_amax(self.values, self.amax, current, steps, one, backend)
 
     def state(self) -> dict[str, Any]:
         """Plain values, for JSON or ``torch.save``: counts are of one process, so it says how many steps are left."""
         due = int(self.values)
-        return {"amax": float(self.amax), "left": -1 if due < 0 else max(due - ops.optimizer_steps(), 0)}
+        return {"amax": float(self.amax), "left": -1 if due < 0 else max(due - optimizer_steps(), 0)}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> "HeldAmax":
         """Inverse of :meth:`state`."""
         left = state["left"]
-        return cls(state["amax"], left if left < 0 else ops.optimizer_steps() + left)
+        return cls(state["amax"], left if left < 0 else optimizer_steps() + left)
 
     def __reduce__(self) -> Any:
         return HeldAmax.from_state, (self.state(),)

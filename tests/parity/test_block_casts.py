@@ -38,6 +38,7 @@ from fp4engine.formats import (
 from fp4engine.kernels import cast_fp8_blocks, casts
 from fp4engine.kernels.block_decode import block_decode
 from fp4engine.ops import gemm_fp8
+from fp4engine.ops.cast import amax_shape
 from fp4engine.quantizers import reference_quantizer
 from fp4engine.recipe import CustomRecipe, Recipe, zoo
 from fp4engine.roles import TENSOR_TYPES
@@ -136,7 +137,7 @@ def check(x: torch.Tensor, spec: CastSpec, device: str, amax: float | None = Non
     for side, operand in ((side, (x, x.T)[side]) for side in sides):
         given = None
         if amax is not None:
-            given = torch.full(ops.amax_shape(spec, *operand.shape), amax)
+            given = torch.full(amax_shape(spec, *operand.shape), amax)
         want = reference.quantize(operand, spec, amax=given, rng=DRAW, stream=STREAM | side)
         on_device = None if given is None else given.to(device)
         for form in (

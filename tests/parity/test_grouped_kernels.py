@@ -15,6 +15,7 @@ import fp4engine
 import fp4engine.inspect
 from fp4engine import GroupedLinear, Linear, ops, reference
 from fp4engine.formats import CastSpec, Rotation, RoundingMode, ScaleRule
+from fp4engine.ops.grouped import expert_offsets, grouped_quantize
 from fp4engine.recipe import NVFP4BlockScaling, zoo
 from tests.same import assert_same
 
@@ -121,9 +122,9 @@ def test_operands_are_those_of_each_slice(kernel_device, name):
     *specs, dtype = CASTS[name]
     x = torch.randn(sum(counts), cols, device=kernel_device).to(dtype) * torch.arange(1, 71, device=kernel_device)
     x = x.to(dtype).T.contiguous().T  # not contiguous along the rows
-    offsets = ops.expert_offsets(torch.tensor(counts, device=kernel_device), len(x))
+    offsets = expert_offsets(torch.tensor(counts, device=kernel_device), len(x))
     rng = torch.tensor([3, 9], device=kernel_device)
-    row, col = ops.grouped_quantize(x, offsets, *specs, columnwise_form="values", rng=rng, stream=4)
+    row, col = grouped_quantize(x, offsets, *specs, columnwise_form="values", rng=rng, stream=4)
     for expert, rows in enumerate(counts):
         if rows == 0:
             continue
@@ -150,7 +151,7 @@ def test_column_sums(kernel_device, rows):
     assert torch.equal(ops.column_sums(x, backend="reference")[0], want)
     torch.testing.assert_close(want, x.sum(0), rtol=1e-3, atol=1e-6)
     counts = [rows // 3, 0, rows - rows // 3]
-    offsets = ops.expert_offsets(torch.tensor(counts, device=kernel_device), rows)
+    offsets = expert_offsets(torch.tensor(counts, device=kernel_device), rows)
     sums = torch.stack([reference.column_sums(part) for part in x.split(counts)])
     assert torch.equal(ops.column_sums(x, offsets), sums)
 
@@ -160,14 +161,14 @@ IMPOSSIBLE = [[-1, 21], [9, 12], [2**62, 2**62], [-(2**63), 2**63 - 1], [2**63 -
 
 @pytest.mark.parametrize("counts", IMPOSSIBLE, ids=str)
 def test_impossible_counts_own_no_row(kernel_device, counts):
-    offsets = ops.expert_offsets(torch.tensor(counts, device=kernel_device), 20)
+    offsets = expert_offsets(torch.tensor(counts, device=kernel_device), 20)
     assert offsets.tolist() == [0, 0, 0, 20]
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64])
 def test_offsets(kernel_device, dtype):
     counts = torch.tensor([0, 7, 0, 12, 0], dtype=dtype, device=kernel_device)
-    assert ops.expert_offsets(counts, 20).tolist() == [0, 0, 7, 7, 19, 19, 20]
+    assert expert_offsets(counts, 20).tolist() == [0, 0, 7, 7, 19, 19, 20]
 
 
 @pytest.mark.parametrize(("counts", "owned"), [([3, 9], 12), ([21, 0], 0)])
@@ -273,7 +274,7 @@ def test_no_rows_and_wrong_features(kernel_device):
 def test_fakes_have_the_shapes_of_the_real_operators(kernel_device):
     namespace, device = torch.ops.fp4engine, kernel_device
     x, counts = torch.randn(20, 18, device=device, dtype=BF16), torch.tensor([3, 17], device=device)
-    offsets, weight = ops.expert_offsets(counts, 20), torch.randn(48, 32, device=device, dtype=BF16)
+    offsets, weight = expert_offsets(counts, 20), torch.randn(48, 32, device=device, dtype=BF16)
     amaxes, key = torch.ones(2, device=device), CastSpec().key
     dy, y = torch.randn(24, 48, device=device, dtype=BF16), torch.randn(18, 48, device=device, dtype=BF16)
     rows = x.new_zeros(20, 32)

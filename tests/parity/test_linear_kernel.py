@@ -18,6 +18,8 @@ from fp4engine.functional import WeightCache, directions, make_linear_plan, oper
 from fp4engine.kernels.launch import Launch
 from fp4engine.modules import Gemms
 from fp4engine.ops import gemm_fp8
+from fp4engine.ops.rng import get_rng_state
+from fp4engine.ops.tiles import quantize_tiles
 from fp4engine.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -87,7 +89,7 @@ def run(
                 y.backward(size * torch.linspace(-1, 2, y.numel()).view(y.shape).to(y))
     grads = [p.grad for p in (x, layer.weight, layer.bias) if p is not None]
     ran, history = ops.executed_paths(), json.dumps(fp4engine.get_amax_history(layer))  # NaN equals itself as text
-    return [y.detach(), *grads], ran, layer.executed.counts, ops.get_rng_state(), history
+    return [y.detach(), *grads], ran, layer.executed.counts, get_rng_state(), history
 
 
 def assert_one_launch_is_many(*arguments, **options):
@@ -224,7 +226,7 @@ class OfTiles(WeightCache):
         parts = rows // 16 if rows and rows % 16 == 0 else 1
         amax = make_linear_plan(NVFP4BlockScaling(), "linear").weight.amax(weight.detach(), columnwise=False)[0]
         shards = weight.detach().chunk(parts)
-        cast = ops.quantize_tiles(shards, [spec] * parts, [amax] * parts)
+        cast = quantize_tiles(shards, [spec] * parts, [amax] * parts)
         return ops.TiledOperand(spec, rows, cols, parts, torch.cat([shard.packed for shard in cast]))
 
     def get(self, weight, plan, needs_dgrad, make):

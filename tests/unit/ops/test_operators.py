@@ -12,6 +12,7 @@ from fp4engine.functional import make_linear_plan
 from fp4engine.functional.plan import plan_of
 from fp4engine.kernels.source import Asked
 from fp4engine.ops.operation import define
+from fp4engine.ops.tiles import quantize_tiles
 from fp4engine.recipe import Float8CurrentScaling, NVFP4BlockScaling, zoo
 from fp4engine.tensor import Operand
 
@@ -107,7 +108,7 @@ def test_fakes_of_operators_on_tiles_tell_the_truth(recipe, shape) -> None:
     rows, ins, outs = shape
     fp4, plan = torch.ops.fp4engine, make_linear_plan(recipe, "linear")
     spec = plan.weight.rowwise_spec
-    (tiles,) = ops.quantize_tiles([torch.randn(outs, ins)], [spec], [None])
+    (tiles,) = quantize_tiles([torch.randn(outs, ins)], [spec], [None])
     for transposed in (False, True) if spec.block[0] > 1 else (False,):
         assert_fake_tells_the_truth(fp4.spread_tiles, tiles.packed, spec.key, outs, ins, 1, transposed, "auto")
     if spec.block[0] == 1:  # dgrad's operand is made of values

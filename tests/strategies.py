@@ -1,4 +1,4 @@
-"""Hypothesis strategies for tensors and casts; needs ``hypothesis``."""
+"""Hypothesis strategies for tensors and casts."""
 
 import torch
 from hypothesis import strategies as st
