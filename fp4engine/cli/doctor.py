@@ -5,10 +5,10 @@ it writes instead what one device computes, as digests and raw results, into a s
 """
 
 import argparse
-import os
 from pathlib import Path
 
 from fp4engine.doctor import certificate, devices_named, examine
+from fp4engine.environment import cores
 
 MOST_JOBS = 8
 """Processes that compile, unless asked otherwise: each has a CUDA context of half a GiB."""
@@ -22,12 +22,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DEVICE",
         help="devices to check, such as cpu or cuda:1; without it, the CPU and every CUDA device",
     )
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     parser.add_argument(
         "--jobs",
         type=int,
         metavar="N",
-        default=min(MOST_JOBS, cores),
+        default=min(MOST_JOBS, cores()),
         help="processes that compile a GPU's kernels before they are checked (default here: %(default)s)",
     )
 

@@ -215,17 +215,12 @@ class Quantizer:
         specs = (self.rowwise_spec if rowwise else None, self.columnwise_spec if columnwise else None)
         return ops.amax(_dense_matrix(x), *specs, rng=rng, stream=stream, backend=self.backend)
 
-    def decoded(self, operand: Operand) -> Tensor:
-        """What the columnwise operand is made of, if that is the rowwise ``operand``: FP32, or BF16 that is as exact.
-
-        A rotation rounds to the dtype of what it rotates, so only what is not cast again may be BF16.
-        """
-        dtype = operand.decoded_dtype if self.columnwise_spec is None else torch.float32
-        return operand.dequantize(dtype, self.backend)
-
     def requantize(self, operand: Operand, rng: Tensor | None, form: Form = "codes") -> Operand:
         """The columnwise operand of a tensor, made from its rowwise ``operand``."""
-        quantized = self.quantize(self.decoded(operand), rowwise=False, rng=rng, columnwise_form=form)
+        # A rotation rounds to the dtype of what it rotates, so only what is not cast again may be 16 bits wide.
+        dtype = operand.decoded_dtype if self.columnwise_spec is None else torch.float32
+        values = operand.dequantize(dtype, self.backend)
+        quantized = self.quantize(values, rowwise=False, rng=rng, columnwise_form=form)
         assert quantized.columnwise is not None
         return quantized.columnwise
 

@@ -55,40 +55,6 @@ class Casts:
             )
 
 
-def unclippable(rowwise: CastSpec | None, other_source: ColumnwiseSource) -> str:
-    """Why no gradient can be clipped where ``rowwise`` saturated; empty if one can.
-
-    Args:
-        other_source: what the columnwise operand of the other tensor is made of, which gives this one its gradient.
-    """
-    if rowwise is None or rowwise.rotation is None or other_source == "rowwise_dequantized":
-        return ""
-    return (
-        "clipped_gradient tells which rotated elements saturated, so the gradient has to come rotated: the other "
-        f"tensor's columnwise_source must be 'rowwise_dequantized', got {other_source!r}"
-    )
-
-
-def unsaved(columnwise_source: ColumnwiseSource) -> str:
-    """Why a weight cannot have this source; empty if it can."""
-    if columnwise_source != "saved_original":
-        return ""
-    return "weight.columnwise_source='saved_original' is for inputs; a weight's is 'original' or 'rowwise_dequantized'"
-
-
-def untaken(columnwise_source: ColumnwiseSource, clipped_gradient: bool) -> str:
-    """Why ``grad_output`` cannot have these; empty if it can.
-
-    Both its operands are made in the backward pass from the gradient itself, which has no gradient of its own.
-    """
-    if columnwise_source != "original":
-        return (
-            "grad_output.columnwise_source must be 'original', for both its operands are made of the gradient at once, "
-            f"got {columnwise_source!r}"
-        )
-    return "grad_output.clipped_gradient must be False, for no gradient of it is taken" if clipped_gradient else ""
-
-
 def unsummable(accumulation: str, name: str, spec: CastSpec | None) -> str:
     """Why products of the operand ``name``, cast by ``spec``, are not summed by ``accumulation``; empty if they are."""
     if accumulation == "fp32" or (spec is not None and spec.is_nvfp4):

@@ -14,7 +14,7 @@ from typing import Any
 from fp4engine.arguments import require_integer, require_one_of
 from fp4engine.formats import UE5M3, CastSpec, Correction, Outer, OwnScaleRule, RoundingMode, Signs
 from fp4engine.recipe.base import Recipe, require_object
-from fp4engine.recipe.casts import Casts, unclippable, unsaved, unsummable, untaken
+from fp4engine.recipe.casts import Casts, unsummable
 from fp4engine.roles import TENSOR_TYPES
 
 GEMM_OPERANDS = {
@@ -177,13 +177,24 @@ def role_complaints(inp: Casts, weight: Casts, grad_output: Casts) -> Iterator[s
             signs = _signs(getattr(roles[role], side))
             if signs is not None and signs not in allowed:
                 yield f"{gemm} takes signs {', '.join(map(str, allowed))}, got {signs} on {role}.{side}"
-    if wrong := untaken(grad_output.columnwise_source, grad_output.clipped_gradient):
-        yield wrong
-    if wrong := unsaved(weight.columnwise_source):
-        yield wrong
+    if grad_output.columnwise_source != "original":
+        yield (
+            "grad_output.columnwise_source must be 'original', for both its operands are made of the gradient at once, "
+            f"got {grad_output.columnwise_source!r}"
+        )
+    if grad_output.clipped_gradient:
+        yield "grad_output.clipped_gradient must be False, for no gradient of it is taken"
+    if weight.columnwise_source == "saved_original":
+        yield (
+            "weight.columnwise_source='saved_original' is for inputs; a weight's is 'original' or 'rowwise_dequantized'"
+        )
     for role, casts, other in (("input", inp, weight), ("weight", weight, inp)):
-        if casts.clipped_gradient and (wrong := unclippable(casts.rowwise, other.columnwise_source)):
-            yield f"{role}.{wrong}"
+        is_rotated = _signs(casts.rowwise) is not None
+        if casts.clipped_gradient and is_rotated and other.columnwise_source != "rowwise_dequantized":
+            yield (
+                f"{role}.clipped_gradient tells which rotated elements saturated, so the gradient has to come rotated: "
+                f"the other tensor's columnwise_source must be 'rowwise_dequantized', got {other.columnwise_source!r}"
+            )
         signs = _signs(casts.columnwise)
         if signs is not None and signs.is_fresh and casts.columnwise_source == "original":
             saved = " or 'saved_original'" if role == "input" else ""
