@@ -16,7 +16,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from fp4engine.arguments import require_callable
-from fp4engine.constants import BLOCK_SIZE, E2M1_MAX, E4M3_BOUND_4OVER6, SR_GUARD
+from fp4engine.constants import E2M1_MAX, E4M3_BOUND_4OVER6, SR_GUARD
 from fp4engine.formats import (
     E1M2,
     E2M1,
@@ -45,18 +45,29 @@ from fp4engine.recipe.linear import HeldScaling, LinearRecipe, combine
 from fp4engine.recipe.nvfp4 import NVFP4BlockScaling
 from fp4engine.recipe.rules import Rule, RuledRecipe, final_blocks
 
+
+def stochastic(spec: CastSpec) -> CastSpec:
+    """The cast with stochastic rounding."""
+    return spec.replace(rounding=RoundingMode.STOCHASTIC)
+
+
+def square(spec: CastSpec) -> CastSpec:
+    """The cast of a weight: one block scale for each square, so that both layouts agree."""
+    return spec.replace(block=(spec.block[1], spec.block[1]))
+
+
 NEAREST = CastSpec()
 """NVFP4 in 1x16 blocks, nearest even."""
-TILES = NEAREST.replace(block=(BLOCK_SIZE, BLOCK_SIZE))
-"""One block scale per 16x16, so that both layouts of a weight agree."""
+TILES = square(NEAREST)
+"""NVFP4 in 16x16 blocks."""
 NEAREST_AWAY = NEAREST.replace(rounding=RoundingMode.AWAY)
-STOCHASTIC = NEAREST.replace(rounding=RoundingMode.STOCHASTIC)
+STOCHASTIC = stochastic(NEAREST)
 GUARDED = STOCHASTIC.replace(target=E2M1_MAX * SR_GUARD)
 """Never saturates, hence exactly unbiased (Quartet II, section C.1)."""
 FOUR_OVER_SIX = NEAREST.replace(scale_rule=ScaleRule.FOUR_OVER_SIX_MSE, scale_bound=E4M3_BOUND_4OVER6)
 SEARCHED = NEAREST.replace(scale_bound=E4M3_BOUND_4OVER6, search=(-1, 1, 4, 5))
 """Block scales with the least squared error of five E4M3 codes; of all codes the least error is 1% smaller."""
-SEARCHED_TILES = SEARCHED.replace(block=(BLOCK_SIZE, BLOCK_SIZE), search=(-2, -1, 1))
+SEARCHED_TILES = square(SEARCHED).replace(search=(-2, -1, 1))
 """In 16x16 tiles other neighbours win: 256 elements fill the grid, and a smaller scale clips few of them."""
 RAZER = NEAREST.replace(element=E2M1_RAZER, rounding=RoundingMode.ZERO)
 """RaZeR's cast of activations: each block has one more value, 5 or -5."""
@@ -90,7 +101,7 @@ TETRAJET_STOCHASTIC = STOCHASTIC.replace(outer=Outer.BLOCK128)
 MXFP8 = mx(E4M3, ScaleRule.TOPBINADE)
 """TransformerEngine's MXFP8: the power of two that is not below ``amax / 448``."""
 MXFP4 = mx(E2M1, ScaleRule.TOPBINADE)
-MXFP4_SR = MXFP4.replace(rounding=RoundingMode.STOCHASTIC)
+MXFP4_SR = stochastic(MXFP4)
 """``2^ceil(log2(amax / 6))``: nothing clips, so stochastic rounding is unbiased."""
 MXFP4_TSENG = mx(E2M1, ScaleRule.FLOOR, RoundingMode.STOCHASTIC).replace(target=E2M1_MAX * 3 / 4)
 """Elements times 3/4, so that [4, 8) lands in [3, 6); the decode's 4/3 is the paper's 16/9 on the product."""
@@ -118,6 +129,11 @@ def same(spec: CastSpec) -> Casts:
     return Casts(spec, spec)
 
 
+def alike(inp: CastSpec, weight: CastSpec, gradient: CastSpec) -> LinearRecipe:
+    """The operands of each role cast alike, whichever product reads them."""
+    return LinearRecipe(input=same(inp), weight=same(weight), grad_output=same(gradient))
+
+
 def rotated_wgrad(spec: CastSpec, rotation: Rotation | None) -> Casts:
     """Both operands cast alike, the columnwise one rotated."""
     return Casts(spec, spec.replace(rotation=rotation))
@@ -130,19 +146,6 @@ def from_forward(forward: CastSpec | None, backward: CastSpec | None, clipped: b
         clipped: whether gradients stop where the forward cast saturated.
     """
     return Casts(forward, backward, "rowwise_dequantized", clipped)
-
-
-def fresh_gradient(spec: CastSpec, size: int) -> Casts:
-    """``grad_output`` rotated for both backward GEMMs, signs drawn anew for each."""
-    return Casts(
-        spec.replace(rotation=Rotation(size, Signs.DGRAD)),
-        spec.replace(rotation=Rotation(size, Signs.WGRAD)),
-    )
-
-
-def requantized(forward: CastSpec | None, backward: CastSpec, size: int, signs: Signs, clipped: bool = False) -> Casts:
-    """Forward operand, and the backward operand made of it: dequantized, rotated by fresh signs, cast again."""
-    return from_forward(forward, backward.replace(rotation=Rotation(size, signs)), clipped)
 
 
 def _nvidia(
@@ -161,10 +164,11 @@ def _nvidia(
 
 def _fresh(forward: CastSpec | None, backward: CastSpec, size: int, clipped: bool = False) -> LinearRecipe:
     """Every backward operand cast by ``backward`` under fresh rotations, from what the forward pass saved."""
+    dgrad, wgrad = (backward.replace(rotation=Rotation(size, signs)) for signs in (Signs.DGRAD, Signs.WGRAD))
     return LinearRecipe(
-        input=requantized(forward, backward, size, Signs.WGRAD, clipped),
-        weight=requantized(forward, backward, size, Signs.DGRAD, clipped),
-        grad_output=fresh_gradient(backward, size),
+        input=from_forward(forward, wgrad, clipped),
+        weight=from_forward(forward, dgrad, clipped),
+        grad_output=Casts(dgrad, wgrad),
     )
 
 
@@ -181,31 +185,21 @@ def _rotated(
 
 
 def _amd(gradient: CastSpec) -> LinearRecipe:
-    return _rotated(MXFP4_EVEN, gradient, H16, MXFP4_EVEN.replace(block=(32, 32)))
+    return _rotated(MXFP4_EVEN, gradient, H16, square(MXFP4_EVEN))
 
 
 def _fixed_sign() -> LinearRecipe:
     """Only dgrad rounds stochastically; wgrad is rotated by the signs of TransformerEngine, twice."""
     wgrad = ENCLOSED.replace(rotation=Rotation(32, Signs.REPEATED))
-    weight = ENCLOSED.replace(block=(32, 32), scale_rule=ScaleRule.CEIL87)
-    gradient = Casts(ENCLOSED.replace(rounding=RoundingMode.STOCHASTIC), wgrad)
+    weight = square(ENCLOSED).replace(scale_rule=ScaleRule.CEIL87)
+    gradient = Casts(stochastic(ENCLOSED), wgrad)
     return LinearRecipe(input=Casts(ENCLOSED, wgrad), weight=same(weight), grad_output=gradient)
-
-
-def _amd_wide() -> LinearRecipe:
-    gradient, weight = WIDE.replace(rounding=RoundingMode.STOCHASTIC), WIDE.replace(block=(BLOCK_SIZE, BLOCK_SIZE))
-    return _rotated(WIDE, gradient, Rotation(32), weight)
 
 
 def _held() -> HeldScaling:
     """An outer amax per tensor that is held for 50 optimizer steps; only the gradient rounds stochastically."""
     spec = NEAREST.replace(scale=UE5M3)
-    weight, gradient = spec.replace(block=(BLOCK_SIZE, BLOCK_SIZE)), spec.replace(rounding=RoundingMode.STOCHASTIC)
-    return HeldScaling(input=same(spec), weight=same(weight), grad_output=same(gradient))
-
-
-def _uniform(forward: CastSpec, gradient: CastSpec) -> LinearRecipe:
-    return LinearRecipe(input=same(forward), weight=same(forward), grad_output=same(gradient))
+    return HeldScaling(input=same(spec), weight=same(square(spec)), grad_output=same(stochastic(spec)))
 
 
 def _unrotated(forward: CastSpec, backward: CastSpec) -> LinearRecipe:
@@ -217,13 +211,6 @@ def _unrotated(forward: CastSpec, backward: CastSpec) -> LinearRecipe:
 def _aware(inp: CastSpec, weight: CastSpec, clipped: bool = False) -> LinearRecipe:
     """Quantization-aware training: a backward pass in high precision, through what the forward pass multiplied."""
     return LinearRecipe(input=from_forward(inp, None, clipped), weight=from_forward(weight, None, clipped))
-
-
-def _four_over_six_everywhere() -> LinearRecipe:
-    """4/6 for gradients too, whose stochastic rounding makes it biased."""
-    gradient = FOUR_OVER_SIX.replace(rounding=RoundingMode.STOCHASTIC)
-    weight = FOUR_OVER_SIX.replace(block=(BLOCK_SIZE, BLOCK_SIZE))
-    return _rotated(FOUR_OVER_SIX, gradient, RHT16, weight, allow_biased=True)
 
 
 def _fresh_wgrad(
@@ -238,7 +225,7 @@ def _fresh_wgrad(
     rotation = Rotation(size, Signs.WGRAD)
     return LinearRecipe(
         input=Casts(inp, (backward or inp).replace(rotation=rotation), "saved_original"),
-        weight=same(weight.replace(block=(weight.block[1], weight.block[1]))),
+        weight=same(square(weight)),
         grad_output=rotated_wgrad(gradient, rotation),
     )
 
@@ -274,11 +261,7 @@ ZOO: dict[str, Row] = {
         "TransformerEngine `row_scaled_activation`, with `disable_rht`: it refuses the two together",
     ),
     "nvfp4_cta_local": Row(
-        lambda: LinearRecipe(
-            input=same(LOCAL),
-            weight=same(TILES),
-            grad_output=Casts(LOCAL.replace(rounding=RoundingMode.STOCHASTIC), LOCAL),
-        ),
+        lambda: LinearRecipe(input=same(LOCAL), weight=same(TILES), grad_output=Casts(stochastic(LOCAL), LOCAL)),
         "arXiv 2610.00053, CTA-local NVFP4; mfu-fp4-training 05f4025, `sections/02_formats.tex`",
         "gradients biased: wgrad's round to nearest; block scales follow the outer scale at once, where the source's "
         "follow 128x128 parts first",
@@ -298,7 +281,7 @@ ZOO: dict[str, Row] = {
         "gradients biased: nearest rounding",
     ),
     "nvfp4_4over6_stochastic": Row(
-        _four_over_six_everywhere,
+        lambda: _rotated(FOUR_OVER_SIX, stochastic(FOUR_OVER_SIX), RHT16, square(FOUR_OVER_SIX), allow_biased=True),
         "fouroversix dadfad6, `FourOverSixLinear` with `keep_master_weights=True`, `weight_scale_2d=True`",
         "gradients biased: their 4/6 chooses after the draw; both candidates of a block round by the same bits, where "
         "the source draws for each",
@@ -315,9 +298,7 @@ ZOO: dict[str, Row] = {
         "products in BF16: no FP4 tensor core has the format, and no server reads it",
     ),
     "nvfp4_normalized": Row(
-        lambda: LinearRecipe(
-            input=same(ONE), weight=same(ONE.replace(block=(BLOCK_SIZE, BLOCK_SIZE))), grad_output=same(STOCHASTIC)
-        ),
+        lambda: alike(ONE, square(ONE), STOCHASTIC),
         "arXiv 2605.06067; ngpt-nvfp4 6454f40, `skip_amax_fwd_inp` and `skip_amax_fwd_weight`, without RHT",
         "for normalized models (nGPT): inputs and weights beyond 1 saturate",
     ),
@@ -407,12 +388,12 @@ ZOO: dict[str, Row] = {
         "draws in the forward pass",
     ),
     "ufp4": Row(
-        lambda: _uniform(UNIFORM, UNIFORM.replace(rounding=RoundingMode.STOCHASTIC)),
+        lambda: alike(UNIFORM, UNIFORM, stochastic(UNIFORM)),
         "arXiv 2606.20381 (UFP4: rotations in all three products, stochastic rounding of the gradient alone)",
         "fixed signs: our reading",
     ),
     "amdfp4": Row(
-        _amd_wide,
+        lambda: _rotated(WIDE, stochastic(WIDE), Rotation(32), square(WIDE)),
         'AMD ALTO 74e251d, `precision="amdfp4"` with 16x16 weights, Hadamard 32 and stochastic gradients',
         "signs drawn once, where the source draws and permutes anew; a block of values up to 6 * 2^-18 becomes 0, "
         "where the source's least scale is 2^-17; values beyond 6 * 114,688 saturate, however large",
@@ -439,17 +420,17 @@ ZOO: dict[str, Row] = {
         "gradients biased: nearest rounding, and the scale rule clips",
     ),
     "mxfp4_hadamard_stochastic": Row(
-        lambda: _amd(MXFP4_EVEN.replace(rounding=RoundingMode.STOCHASTIC)),
+        lambda: _amd(stochastic(MXFP4_EVEN)),
         "AMD Primus-Turbo a6a16cd, `gemm_fp4` with `use_gradient_sr=True`",
         "gradients biased: the scale rule clips",
     ),
     "mxfp4_alto": Row(
-        lambda: _fresh_wgrad(MXFP4_EVEN, MXFP4_EVEN, MXFP4_EVEN.replace(rounding=RoundingMode.STOCHASTIC), 32),
+        lambda: _fresh_wgrad(MXFP4_EVEN, MXFP4_EVEN, stochastic(MXFP4_EVEN), 32),
         'AMD ALTO 74e251d, `scheme: "mxfp4"` of `models/gpt_oss/configs/lpt_recipe.yaml`',
         "gradients biased: the scale rule clips; the source permutes within a rotation, too",
     ),
     "mxfp4_hadamard_everywhere": Row(
-        lambda: _uniform(MXFP4_EVEN_H16, MXFP4_EVEN_H16),
+        lambda: alike(MXFP4_EVEN_H16, MXFP4_EVEN_H16, MXFP4_EVEN_H16),
         "ROCm TransformerEngine (pull request 537), `MXFP4BlockScaling(use_hadamard=True)`",
         "gradients biased: nearest rounding, and the scale rule clips",
     ),
@@ -459,12 +440,12 @@ ZOO: dict[str, Row] = {
         "high-precision forward",
     ),
     "mxfp4_ocp": Row(
-        lambda: _uniform(mx_ocp_floor(E2M1), mx_ocp_floor(E2M1)),
+        lambda: alike(mx_ocp_floor(E2M1), mx_ocp_floor(E2M1), mx_ocp_floor(E2M1)),
         "microsoft/microxcaling 7bc4195, `w_elem_format=fp4_e2m1`",
         "gradients biased: nearest rounding, and floor clips",
     ),
     "mxfp6": Row(
-        lambda: _uniform(mx(E2M3), mx(E3M2)),
+        lambda: alike(mx(E2M3), mx(E2M3), mx(E3M2)),
         "OCP Microscaling Formats v1.0",
         "E3M2 for gradients: our choice",
     ),
