@@ -62,7 +62,7 @@ class _StepHook:
         self.step = 0
         self._model, self._optimizer, self._manual = model, optimizer, manual
         self._handle: RemovableHandle | None = None
-        self._is_in_force = False
+        self._is_removed = False
         self.layers = self._trained_layers()
         self._known = set(self.layers.values())
         for name, layer in self.layers.items():
@@ -83,13 +83,8 @@ class _StepHook:
             if isinstance(module, Linear) and id(module._parameters.get("weight")) in trained  # None if it is computed
         }
 
-    def _begin(self) -> None:
-        """Put the hook in force, once nothing is left to refuse."""
-        self._is_in_force = True
-        self._register()
-
     def _register(self) -> None:
-        if self._is_in_force and not self._manual:
+        if not self._is_removed and not self._manual:
             self._handle = self._optimizer.register_step_post_hook(self._called)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -107,7 +102,7 @@ class _StepHook:
 
     def remove(self) -> None:
         """Take the hook off its optimizer for good."""
-        self._is_in_force = False
+        self._is_removed = True
         if self._handle is not None:
             self._handle.remove()
 
@@ -122,7 +117,7 @@ class _StepHook:
                 model; the optimizer has begun to train others, as ``optimizer.add_param_group`` makes it; or, where
                 :class:`OsciReset` has a window open, no longer trains the weight of one.
         """
-        if not self._is_in_force:
+        if self._is_removed:
             raise RuntimeError(f"this {type(self).__name__} was taken off by remove(); make a new one")
         on_cuda = any(layer.weight.is_cuda for layer in self.layers.values())
         if on_cuda and torch.cuda.is_current_stream_capturing():
@@ -248,7 +243,7 @@ class OsciReset(_StepHook):
             raise ValueError("OsciReset found no layer whose weight is cast in fprop; give it the recipe")
         self.layers = {name: self.layers[name] for name in self._casts}
         self._oscillations: dict[str, Oscillation] = {}
-        self._begin()
+        self._register()
 
     def _stepped(self, index: int, trained: Container[Linear]) -> None:
         place = index % self.period
@@ -521,7 +516,7 @@ class OutControl(_StepHook):
             layer.norms = layer.channels = None
             layer.outliers = plans[name]
             self._controlled[name] = layer
-        self._begin()
+        self._register()
 
     def _count(self, layer: Linear) -> int:
         """How many channels of a layer are outlying."""

@@ -169,13 +169,6 @@ class ReducedAmaxes:
         return rounded[index]
 
 
-def _shard_group(parameter: DTensor) -> tuple[Any, str]:
-    """The process group over which ``parameter`` is sharded, and the type of device on which it communicates."""
-    spread = [index for index, placement in enumerate(parameter.placements) if not placement.is_replicate()]
-    assert len(spread) == 1, f"tensor parallelism makes other shards of a weight, plain ones: {parameter.placements}"
-    return parameter.device_mesh.get_group(spread[0]), parameter.device_mesh.device_type
-
-
 class GatherableWeight:
     """One weight of one module: how it is cast, and its outer amax as far as that is known.
 
@@ -217,9 +210,16 @@ class GatherableWeight:
         return module
 
     def group_of(self, parameter: DTensor) -> tuple[Any, str]:
-        """As :func:`_shard_group`, kept from the last call, since asking a DTensor takes longer."""
-        if self._group is None or self._group[0] is not parameter.device_mesh:
-            self._group = parameter.device_mesh, _shard_group(parameter)
+        """The process group over which ``parameter`` is sharded, and the type of device on which it communicates.
+
+        They are kept from the last call, since asking a DTensor takes longer.
+        """
+        mesh = parameter.device_mesh
+        if self._group is None or self._group[0] is not mesh:
+            placements = parameter.placements
+            spread = [index for index, placement in enumerate(placements) if not placement.is_replicate()]
+            assert len(spread) == 1, f"tensor parallelism makes other shards of a weight, plain ones: {placements}"
+            self._group = mesh, (mesh.get_group(spread[0]), mesh.device_type)
         return self._group[1]
 
     def is_of(self, module: torch.nn.Module) -> bool:
