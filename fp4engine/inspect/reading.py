@@ -80,6 +80,7 @@ FIELDS: dict[str, dict[str, Form]] = {
         **_OPERAND,
         **dict.fromkeys(_NUMBERS, _is_number),
         "cast": _is_cast,
+        "nonfinite": _is_count,
         "codes": _are(_is_count),
         "scale_codes": _is_histogram,
         "worst": _are(_are_each(_is_count, _is_count, _is_number, _is_number, _is_count)),

@@ -289,12 +289,12 @@ def record(
       ``world_size``;
     - ``tensor``, per layer and role: ``shape`` on one rank, or of a DTensor's whole, ``amax``, ``rms``, ``nonfinite``
       elements, and ``channels``, the largest of its last axis as ``[index, amax over the median channel's amax]``;
-    - ``operand``, per layer, GEMM, role and side: the ``cast``; ``amax`` of the outer scale (None if it is not
-      finite); ``sqnr_db``, signal over error; shares of elements that are ``zeros``, ``rounded_to_zero`` (None beside
-      what is not finite) and ``saturated``; of ``blocks``, shares whose scale underflows to zero or overflows its
-      bound; ``scale_spread_octaves``, the standard deviation of log2 of the nonzero block scales, and their
-      ``scale_range_octaves``; ``codes`` and ``scale_codes``, histograms; ``worst``, blocks as ``[row, col, share of
-      the operand's error, sqnr_db, rank]``;
+    - ``operand``, per layer, GEMM, role and side: the ``cast``; ``nonfinite`` elements; ``amax`` of the outer scales
+      (None if one is not finite); ``sqnr_db``, signal over error; shares of elements that are ``zeros``,
+      ``rounded_to_zero`` (None beside what is not finite) and ``saturated``; of ``blocks``, shares whose scale
+      underflows to zero or overflows its bound; ``scale_spread_octaves``, the standard deviation of log2 of the nonzero
+      block scales, and their ``scale_range_octaves``; ``codes`` and ``scale_codes``, histograms; ``worst``, blocks as
+      ``[row, col, share of the operand's error, sqnr_db, rank]``;
     - ``gemm``, per layer: ``snr_db`` and ``relative_error`` of the product of the operands against the product of the
       tensors that were cast, both summed in FP32, over ``rows`` evenly chosen rows of ``of_rows``;
     - ``rounding``, per stochastic operand and only with ``draws``, unless each draw rotates it otherwise: ``bias``, an

@@ -242,7 +242,7 @@ def _operand_fields(spec: CastSpec, numbers: _Numbers) -> dict[str, Any]:
     if total["nonfinite"]:  # values beside a NaN or an Inf decode to no number, so what was rounded to zero is unknown
         total["rounded_to_zero"] = math.nan
     amax, largest, minus_smallest = numbers.maxima
-    if total["nonfinite"] and spec.outer is Outer.TENSOR:  # whose amax is not finite, and counts as 0 in the maximum
+    if total["nonfinite"] and spec.outer is not Outer.NONE:  # an amax that is not finite counts as 0 in the maximum
         amax = math.nan
     if scale_codes:
         of_scales, (largest, minus_smallest) = statistics.scale_spread_of_bytes(occurring, times, spec.scale)

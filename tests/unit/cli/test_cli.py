@@ -183,7 +183,7 @@ def operand_row(**changed: Any) -> bytes:
     row = {"step": 0, "kind": "operand", "layer": "fc", "gemm": "fprop", "role": "input", "side": "rowwise"}
     numbers = ("amax", "sqnr_db", "zeros", "rounded_to_zero", "saturated", "scale_underflow", "scale_overflow")
     row |= dict.fromkeys((*numbers, "scale_spread_octaves", "scale_range_octaves"))
-    row |= {"cast": "e2m1 1x16", "codes": [1] * 16, "scale_codes": {}, "worst": [], **changed}
+    row |= {"cast": "e2m1 1x16", "nonfinite": 0, "codes": [1] * 16, "scale_codes": {}, "worst": [], **changed}
     return json.dumps(row).encode() + b"\n"
 
 

@@ -752,6 +752,19 @@ def test_blocks_that_underflow_show_where_the_signal_looks_good(tmp_path: Path) 
     assert "0.5 of blocks are zero" in cell and "rgb(255,255,255)" not in cell
 
 
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4_row_scaled", "mxfp8"])
+def test_what_is_not_finite_shows(name: str, tmp_path: Path) -> None:
+    """A cell without a signal was as pale as that of a layer in high precision, and NaN of rows an amax of 0."""
+    x = torch.randn(16, 64)
+    x[:, 3] = float("nan")
+    recorded_layer(x, zoo.make(name), tmp_path)
+    (row,) = rows_of(tmp_path, "operand", gemm="fprop", role="input")
+    assert row["nonfinite"] == 16 and (row["amax"] is None) == (name != "mxfp8")  # which has no outer scale
+    overview = inspect.html(inspect.read(tmp_path), "not finite").partition("<tbody>")[2].partition("</tbody>")[0]
+    cell = overview.split("<td")[2]
+    assert "16 not finite" in cell and "rgb(235,125,65)" in cell
+
+
 def test_records_side_by_side(tmp_path: Path) -> None:
     records = {}
     for name, steps in (("nvfp4", 3), ("fp8_current", 4)):
