@@ -1,5 +1,7 @@
 """Scales that train: their gradients, their own learning rate, and what is exported of them."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -167,6 +169,19 @@ def test_experts_keep_the_scales_of_their_amaxes_and_are_named() -> None:
         stored = qat.finalize(model)
         torch.testing.assert_close(model(tokens()).logits, trained, rtol=1e-5, atol=1e-5)
     assert len(stored.quantized) == 8 + 4
+
+
+def test_a_model_trains_on_when_a_copy_was_finalized() -> None:
+    """A deep copy shares the class that PyTorch made, and lost its weight when that was removed from the copy."""
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 16))
+    qat.prepare(model, learn="block")
+    x = torch.randn(8, 32)
+    before, copied = model(x), copy.deepcopy(model)
+    qat.finalize(copied)
+    assert torch.equal(model(x), before)
+    torch.testing.assert_close(copied(x), before)
+    qat.finalize(model)
+    assert type(model[0]) is type(copied[0]) is fp4engine.Linear and torch.equal(model(x), copied(x))
 
 
 def test_what_has_no_scales_to_learn_is_refused() -> None:
