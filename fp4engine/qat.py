@@ -157,8 +157,9 @@ def finalize(model: nn.Module) -> StoredWeights:
     made = {name: _stored(name, *each) for name, each in learned.items()}
     before = sum(parameter.nbytes for parameter in model.parameters())
     for name, (module, scales) in learned.items():
-        kind: type[Any] = type(module)  # copies of the module have it too, and PyTorch removes the weight from it
-        module.__class__ = type(kind.__name__, kind.__bases__, dict(vars(kind)))
+        shared: Any = type(module)  # with copies of the module, and PyTorch removes the weight from it
+        own: Any = type(shared.__name__, shared.__bases__, dict(vars(shared)))
+        module.__class__ = own
         parametrize.remove_parametrizations(module, "weight", leave_parametrized=False)
         module.weight = nn.Parameter(made[name], requires_grad=False)
         module.recipe = scales.recipe
