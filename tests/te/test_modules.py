@@ -322,17 +322,6 @@ def test_padding_and_back() -> None:
         assert te.Fp8Padding(1)(x, [10])[1] == [32]
 
 
-def test_grouped_linear_writes_where_it_is_told() -> None:
-    module, x = te.GroupedLinear(2, 16, 24), torch.randn(8, 16, requires_grad=True)
-    out = torch.empty(8, 24)
-    y = module(x, [3, 5], out=out)
-    assert torch.equal(y, module(x, [3, 5])) and y.data_ptr() == out.data_ptr()
-    y.sum().backward()
-    assert x.grad is not None
-    with pytest.raises(ValueError, match="out="):
-        module(x, [3, 5], out=torch.empty(8, 23))
-
-
 @pytest.mark.parametrize("map_type", ["mask", "index"])
 def test_experts_get_their_rows_and_give_them_back(map_type) -> None:
     torch.manual_seed(0)

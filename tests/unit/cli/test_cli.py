@@ -218,11 +218,6 @@ def test_a_record_that_cannot_be_read_is_named(content: bytes, tmp_path: Path, c
     assert left.value.code == 2 and error.count("\n") == 1 and "record.jsonl" in error
 
 
-def test_a_row_of_an_operand_is_read(tmp_path: Path) -> None:
-    (tmp_path / "record.jsonl").write_bytes(RUN + operand_row())
-    assert main(["report", str(tmp_path)]) == 0
-
-
 def test_a_record_is_held_against_rules_by_the_names_that_recipes_see(tmp_path: Path, capsys) -> None:
     model = torch.nn.Sequential(fp4engine.GroupedLinear(2, 32, 32, name="experts"), fp4engine.Linear(32, 16, name="b"))
     rules = {"experts": Rule(zoo.make("mxfp8"), "experts"), "narrow": Rule(zoo.make("mxfp8"), narrower_than=32)}

@@ -16,15 +16,8 @@ from tests.tiny import head, llama, served_architecture, tokens
 
 pytest.importorskip("compressed_tensors", reason="needs the extra `export`")
 
-ARCHITECTURES = ("llama", "qwen3", "qwen3_moe", "mixtral", "gpt2", "t5", "deepseek_v3", "gpt_oss", "bert", "whisper")
-REFUSED = {
-    "qwen3_moe": "times as large",
-    "mixtral": "times as large",
-    "deepseek_v3": "times as large",
-    "gpt2": "leaves 8 tensors at random",
-    "gpt_oss": "servers know no codes of it",
-}
-"""What transformers 5.23 cannot hold, or would take for other numbers."""
+ARCHITECTURES = ("llama", "qwen3", "t5", "bert", "whisper")
+"""Those of which transformers reads weights in codes; test_experts has those that are refused."""
 
 
 def batch(model, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -38,15 +31,9 @@ def batch(model, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_an_export_loads_in_transformers_and_computes_what_the_report_says(tmp_path, name, dtype) -> None:
-    """Or it is refused, and nothing is there."""
     model = served_architecture(name).to(dtype)
     fp4engine.convert(model, zoo.make("nvfp4_weight_only"), keep_high_precision=head(model))
     sample = batch(model, dtype)
-    if name in REFUSED:
-        with pytest.raises(ValueError, match=REFUSED[name]):
-            export_checkpoint(model, tmp_path / "out", verify=sample)
-        assert not list(tmp_path.iterdir())
-        return
     report = export_checkpoint(model, tmp_path / "out", verify=sample)
     transformer, vllm = report.readers
     assert (transformer.verdict, vllm.verdict) == ("agrees", "agrees") and len(transformer.blocks) in (2, 4)
@@ -177,16 +164,6 @@ def test_rules_of_vllm_on_files_that_others_wrote(tmp_path) -> None:
         found = read(checkpoint, ["lm_head"])
         assert found[0] == verdict
         assert re.search(words, found[1])
-
-
-def test_a_damaged_folder_is_one_error_before_any_reader_runs(tmp_path) -> None:
-    model = llama().eval()
-    fp4engine.convert(model, zoo.make("nvfp4_weight_only"), keep_high_precision=["lm_head"])
-    export_checkpoint(model, tmp_path / "out")
-    path = tmp_path / "out" / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-8])
-    with pytest.raises(CheckpointError, match="is truncated or no safetensors file"):
-        verify_checkpoint(model, tmp_path / "out", progress=False)
 
 
 def test_transformers_serves_what_it_was_given_as_codes(tmp_path) -> None:
