@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 import torch
 
+import fp4engine
+
 transformers = pytest.importorskip("transformers", reason="needs transformers")
 
 VOCABULARY = 64
@@ -96,6 +98,12 @@ def head(model: Any) -> list[str]:
     """The pattern that keeps the model's head."""
     (name,) = [n for n, module in model.named_modules() if module is model.get_output_embeddings()]
     return [name]
+
+
+def converted(model: Any, recipe: Any) -> Any:
+    """``model`` by a recipe, and its head in high precision."""
+    fp4engine.convert(model, recipe, keep_high_precision=head(model))
+    return model
 
 
 def tokens(rows: int = 4) -> torch.Tensor:

@@ -39,9 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("directory", type=_path, help="where to write; must not be there, or be empty")
     parser.add_argument(
-        "--recipe",
-        default="nvfp4",
-        help="row of the recipe book, JSON file, or module:function (default: %(default)s)",
+        "--recipe", default="nvfp4", help="row of the recipe book, JSON file, or module:function (default: %(default)s)"
     )
     parser.add_argument("--format", default="compressed-tensors", choices=list(FORMATS), help="default: %(default)s")
     parser.add_argument(

@@ -92,10 +92,7 @@ class TestTrainer:
         train(tmp_path / "half", 3)
         fp4engine.manual_seed(777)
         resumed, _ = train(
-            tmp_path / "half",
-            6,
-            str(tmp_path / "kept"),
-            restore_callback_states_from_checkpoint=restores_callbacks,
+            tmp_path / "half", 6, str(tmp_path / "kept"), restore_callback_states_from_checkpoint=restores_callbacks
         )
         assert_same(whole, resumed)
         fp4engine.manual_seed(777)

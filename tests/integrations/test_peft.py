@@ -322,12 +322,7 @@ def store(model) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "mixtral", "gpt_oss"])
 def test_adapters_on_experts_and_conv1d_are_the_same_in_any_order_and_on_codes(name) -> None:
-    orders = [
-        (keep_head, adapted),
-        (adapted, keep_head),
-        (keep_head, store, adapted),
-        (adapted, keep_head, store),
-    ]
+    orders = [(keep_head, adapted), (adapted, keep_head), (keep_head, store, adapted), (adapted, keep_head, store)]
     losses = []
     for steps in orders:
         model = order(name, steps)

@@ -3,13 +3,7 @@
 import pytest
 import torch
 
-from fp4engine.te.pytorch import (
-    DType,
-    Float8CurrentScalingQuantizer,
-    IdentityQuantizer,
-    MXFP8Quantizer,
-    NVFP4Quantizer,
-)
+from fp4engine.te.pytorch import DType, Float8CurrentScalingQuantizer, IdentityQuantizer, MXFP8Quantizer, NVFP4Quantizer
 from fp4engine.te.pytorch.cpp_extensions import general_gemm, general_grouped_gemm
 
 QUANTIZERS = {

@@ -7,12 +7,7 @@ import torch
 from torch import nn
 
 from fp4engine.te.pytorch import NVFP4Quantizer
-from fp4engine.te.pytorch.cpu_offload import (
-    LEAST_ELEMENTS,
-    OffloadableLayerState,
-    mark_not_offload,
-    start_offload,
-)
+from fp4engine.te.pytorch.cpu_offload import LEAST_ELEMENTS, OffloadableLayerState, mark_not_offload, start_offload
 from fp4engine.te.pytorch.quantized_tensor import QuantizedTensor
 
 DEVICES = [

@@ -16,9 +16,7 @@ E4M3 = te.DType.kFloat8E4M3
 
 def hybrid(columnwise=None, **arguments) -> te.HybridQuantizer:
     return te.HybridQuantizer(
-        rowwise_quantizer=te.MXFP8Quantizer(E4M3),
-        columnwise_quantizer=columnwise or te.NVFP4Quantizer(),
-        **arguments,
+        rowwise_quantizer=te.MXFP8Quantizer(E4M3), columnwise_quantizer=columnwise or te.NVFP4Quantizer(), **arguments
     )
 
 

@@ -165,14 +165,7 @@ class DelayedScaling(Recipe):
         return super()._make(**fields)
 
 
-_GEMMS_AND_ATTENTION = (
-    "fp8_gemm_fprop",
-    "fp8_gemm_dgrad",
-    "fp8_gemm_wgrad",
-    "fp8_dpa",
-    "fp8_mha",
-    "backward_override",
-)
+_GEMMS_AND_ATTENTION = ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad", "fp8_dpa", "fp8_mha", "backward_override")
 """What two recipes take last, in this order."""
 
 

@@ -6,19 +6,8 @@ import re
 
 import pytest
 import torch
+import transformers
 from torch import nn
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    ViTConfig,
-    ViTForImageClassification,
-)
 
 import fp4engine
 from fp4engine.accounting.flops import watch
@@ -42,21 +31,23 @@ ROUTER = 4 * HIDDEN
 
 
 def llama() -> nn.Module:
-    return LlamaForCausalLM(LlamaConfig(**SIZES))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
 
 
 def mixtral() -> nn.Module:
-    return MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2))
+    return transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2)
+    )
 
 
 def qwen3_moe() -> nn.Module:
-    config = Qwen3MoeConfig(**SIZES, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2)
-    return Qwen3MoeForCausalLM(config)
+    config = transformers.Qwen3MoeConfig(**SIZES, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2)
+    return transformers.Qwen3MoeForCausalLM(config)
 
 
 def gpt2() -> nn.Module:
     sizes = {"vocab_size": 64, "n_positions": 32, "n_embd": HIDDEN, "n_layer": LAYERS, "n_head": 2}
-    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
 
 
 def linear_modules_only(module: nn.Module, name: str) -> bool:
@@ -195,7 +186,9 @@ def test_a_pattern_to_copy_covers_nothing_that_runs_in_fp4() -> None:
 
 def test_what_a_vision_transformer_adds_is_no_matrix_that_multiplies() -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = ViTForImageClassification(ViTConfig(**sizes, image_size=32, patch_size=8, num_labels=4))
+    model = transformers.ViTForImageClassification(
+        transformers.ViTConfig(**sizes, image_size=32, patch_size=8, num_labels=4)
+    )
     plan = fp4engine.convert(model)
     assert [matrix.name for matrix in plan.matrices] == ["vit.embeddings.patch_embeddings.projection.weight"]
     names = ("pos_embed", "pos_embedding", "positional_embedding", "relative_position_bias_table", "query_tokens")

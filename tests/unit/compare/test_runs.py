@@ -252,13 +252,8 @@ def test_a_damaged_file_is_named(change, said, tmp_path) -> None:
 
 def test_files_of_november_are_read_and_known_by_their_recipe(tmp_path) -> None:
     settings = {"preset": "p", "sequence": 4, "batch": 2, "tokens": 16, "seed": 3}
-    header = {
-        "variant": "nvfp4",
-        "recipe": json.loads(NVFP4.to_json()),
-        "settings": settings,
-        "data": "d",
-        "device": "cpu",
-    }
+    header = {"variant": "nvfp4", "recipe": json.loads(NVFP4.to_json()), "settings": settings}
+    header |= {"data": "d", "device": "cpu"}
     rows = [header, {"step": 1, "loss": 2.0}, {"step": 2, "validation_loss": 1.5}]
     path = tmp_path / "nvfp4.seed3.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

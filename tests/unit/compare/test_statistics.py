@@ -42,11 +42,7 @@ def verdict_of(folder: Path, losses: list[float], baseline: list[float], toleran
     [
         ([1.001, 1.002, 1.003], TRAINS, "its gap is below 1%: 0.45% at most"),
         ([1.030, 1.031, 1.032], DOES_NOT, "its gap is above 1%: 2.85% at least"),
-        (
-            [1.001, 1.008, 1.011],
-            CANNOT_TELL,
-            r"too close to 1% for a spread of 0\.51 points over seeds; 12 seeds",
-        ),
+        ([1.001, 1.008, 1.011], CANNOT_TELL, r"too close to 1% for a spread of 0\.51 points over seeds; 12 seeds"),
         ([1.001, 1.0011], CANNOT_TELL, "two seeds have no spread to judge a gap of .0.10% by; run 3 seeds at least"),
         ([1.05], CANNOT_TELL, "one seed has no spread"),
         ([1.05, 1.0501], DOES_NOT, "above 1%"),

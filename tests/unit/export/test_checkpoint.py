@@ -703,17 +703,14 @@ def test_others_may_read_what_the_umask_lets_them(tmp_path) -> None:
 
 
 LAYER = "model.layers.0.mlp.up_proj"
+LISTED = f"'{LAYER}' is in codes, and .* lists it as left alone"
 GROUP = ("quantization_config", "config_groups", "group_0")
 
 
 @pytest.mark.parametrize(
     ("place", "value", "words"),
     [
-        (
-            ("quantization_config", "ignore"),
-            ["lm_head", LAYER],
-            f"'{LAYER}' is in codes, and .* lists it as left alone",
-        ),
+        (("quantization_config", "ignore"), ["lm_head", LAYER], LISTED),
         (("quantization_config", "ignore"), ["re:("], "is no regular expression"),
         (("quantization_config", "ignore"), [], "'lm_head' stayed as it was, and the configuration does not say so"),
         (("quantization_config", "config_groups"), [], "none of its config_groups has"),
@@ -726,11 +723,7 @@ GROUP = ("quantization_config", "config_groups", "group_0")
         ((*GROUP, "weights"), None, "describes the weight of .* which is of no known form"),
         ((*GROUP, "input_activations"), {"num_bits": 8}, "describes the input of .* which is no input beside NVFP4"),
         ((*GROUP, "input_activations"), None, "are described as weight-only, and .*global_scale' is there"),
-        (
-            ("quantization", "exclude_modules"),
-            ["lm_head", LAYER],
-            f"'{LAYER}' is in codes, and .* lists it as left alone",
-        ),
+        (("quantization", "exclude_modules"), ["lm_head", LAYER], LISTED),
         (("quantization", "exclude_modules"), [], "'lm_head' stayed as it was, and the configuration does not say so"),
         (("quantization", "group_size"), 32, "group_size must be 16, got 32"),
         (("quantization", "quant_algo"), "W4A16_NVFP4", r"are described as weight-only, and .*input_scale' is there"),

@@ -12,7 +12,7 @@ from torch import nn
 import fp4engine
 from fp4engine.export import CheckpointError, calibrate, export_checkpoint, verify_checkpoint
 from fp4engine.recipe import NVFP4BlockScaling, zoo
-from tests.tiny import head, llama, served_architecture, tokens
+from tests.tiny import converted, llama, served_architecture, tokens
 
 pytest.importorskip("compressed_tensors", reason="needs the extra `export`")
 
@@ -31,8 +31,7 @@ def batch(model, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_an_export_loads_in_transformers_and_computes_what_the_report_says(tmp_path, name, dtype) -> None:
-    model = served_architecture(name).to(dtype)
-    fp4engine.convert(model, zoo.make("nvfp4_weight_only"), keep_high_precision=head(model))
+    model = converted(served_architecture(name).to(dtype), zoo.make("nvfp4_weight_only"))
     sample = batch(model, dtype)
     report = export_checkpoint(model, tmp_path / "out", verify=sample)
     transformer, vllm = report.readers
@@ -50,8 +49,7 @@ def test_an_export_loads_in_transformers_and_computes_what_the_report_says(tmp_p
 @pytest.mark.parametrize("inputs", ["calibrated", "dynamic"])
 @pytest.mark.parametrize("form", ["compressed-tensors", "modelopt"])
 def test_scales_of_inputs_are_read_by_all(tmp_path, form, inputs) -> None:
-    model = llama().eval()
-    fp4engine.convert(model, NVFP4BlockScaling(), keep_high_precision=["lm_head"])
+    model = converted(llama().eval(), NVFP4BlockScaling())
     amaxes = calibrate(model, [tokens()], progress=False) if inputs == "calibrated" else inputs
     report = export_checkpoint(model, tmp_path / "out", form, inputs=amaxes, verify=True)
     verdicts = [reading.verdict for reading in report.readers]
@@ -81,8 +79,7 @@ def test_a_head_in_codes_is_named_for_who_takes_it_for_no_linear_layer(tmp_path)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("verify", [True, False])
 def test_what_is_known_of_a_reader_is_refused_where_it_cannot_load_too(tmp_path, verify) -> None:
-    model = served_architecture("gpt2")
-    fp4engine.convert(model, zoo.make("mxfp8"), keep_high_precision=["lm_head"])
+    model = converted(served_architecture("gpt2"), zoo.make("mxfp8"))
     with pytest.raises(CheckpointError, match=r"leaves the weight of a Conv1D at random .*nothing was written"):
         export_checkpoint(model, tmp_path / "out", inputs="dynamic", verify=verify)
     assert not list(tmp_path.iterdir())
@@ -98,8 +95,7 @@ def test_models_of_no_library_are_read_by_rules_alone(tmp_path) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_reader_that_fails_or_differs_is_named_with_what_it_says(tmp_path, monkeypatch) -> None:
-    model = llama().eval()
-    fp4engine.convert(model, NVFP4BlockScaling(), keep_high_precision=["lm_head"])
+    model = converted(llama().eval(), NVFP4BlockScaling())
     export_checkpoint(model, tmp_path / "out", inputs="dynamic", verify=True)
     kind = type(model)
     original = kind.from_pretrained
@@ -133,8 +129,7 @@ def test_rules_of_vllm_on_files_that_others_wrote(tmp_path) -> None:
     from fp4engine.export import ServedCheckpoint
     from fp4engine.export.vllm_rules import read
 
-    model = llama().eval()
-    fp4engine.convert(model, NVFP4BlockScaling(), keep_high_precision=["lm_head"])
+    model = converted(llama().eval(), NVFP4BlockScaling())
     attention, mlp = "model.layers.0.self_attn.", "model.layers.0.mlp."
     cases = {
         "other scales": ("compressed-tensors", "differs", f"{attention}q_proj, .*weight_global_scale of their own"),
@@ -168,8 +163,7 @@ def test_rules_of_vllm_on_files_that_others_wrote(tmp_path) -> None:
 
 def test_transformers_serves_what_it_was_given_as_codes(tmp_path) -> None:
     """T5 looks at weights to initialise what no file has, and is told to decode them at once."""
-    model = served_architecture("t5")
-    fp4engine.convert(model, zoo.make("nvfp4_weight_only"), keep_high_precision=head(model))
+    model = converted(served_architecture("t5"), zoo.make("nvfp4_weight_only"))
     export_checkpoint(model, tmp_path / "out")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["dequantize"] is True
     assert transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / "out").dtype == torch.bfloat16

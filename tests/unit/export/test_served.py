@@ -12,7 +12,7 @@ from fp4engine.cli import main
 from fp4engine.export import CheckpointError, calibrate, compare_served, export_checkpoint
 from fp4engine.formats import E2M1, CastSpec, Correction, Outer, RoundingMode, mx
 from fp4engine.recipe import Casts, LinearRecipe, NVFP4BlockScaling, Rule, RuledRecipe, zoo
-from tests.tiny import llama, served_architecture, tokens
+from tests.tiny import converted, llama, served_architecture, tokens
 
 pytest.importorskip("compressed_tensors", reason="needs the extra `export`")
 
@@ -21,8 +21,7 @@ BATCHES = [tokens(), {"input_ids": tokens() + 0}]
 
 @pytest.fixture
 def model():
-    made = llama().eval()
-    fp4engine.convert(made, NVFP4BlockScaling(), keep_high_precision=["lm_head"])
+    made = converted(llama().eval(), NVFP4BlockScaling())
     return made
 
 
@@ -97,8 +96,7 @@ def test_a_checkpoint_that_computes_a_nan_is_infinitely_far_away(model, served, 
 
 
 def test_checkpoints_of_other_models_and_no_data_are_refused(tmp_path, model, served) -> None:
-    other = llama(intermediate_size=80).eval()
-    fp4engine.convert(other, NVFP4BlockScaling(), keep_high_precision=["lm_head"])
+    other = converted(llama(intermediate_size=80).eval(), NVFP4BlockScaling())
     with pytest.raises(CheckpointError, match=r"'model\.layers\.0\.mlp\.gate_proj\.weight' has shape \[64, 32\]"):
         compare_served(other, served, [tokens()])
     with pytest.raises(CheckpointError, match="is not in it"):
@@ -126,8 +124,7 @@ def test_checkpoints_of_other_models_and_no_data_are_refused(tmp_path, model, se
     ids=["nvfp4", "row scaled", "mxfp4", "fp8 current", "fp8 delayed", "fp8 blocks", "weights", "drawn", "tiles"],
 )
 def test_a_recipe_whose_scores_depend_on_the_batch_is_refused_and_does(recipe, dependent) -> None:
-    model = llama(hidden_size=128, intermediate_size=128).eval()
-    fp4engine.convert(model, None, keep_high_precision=["lm_head"])
+    model = converted(llama(hidden_size=128, intermediate_size=128).eval(), None)
     with torch.no_grad(), fp4engine.autocast(recipe=recipe):
         whole, alone = model(tokens()).logits[:1], model(tokens()[:1]).logits
     spread = float((whole - alone).abs().max() / whole.std())
@@ -141,8 +138,7 @@ def test_a_recipe_whose_scores_depend_on_the_batch_is_refused_and_does(recipe, d
 
 
 def test_invariance_is_asked_of_each_module() -> None:
-    model = llama().eval()
-    fp4engine.convert(model, None, keep_high_precision=["lm_head"])
+    model = converted(llama().eval(), None)
     fp4engine.assert_batch_invariant(model)
     rules = RuledRecipe(zoo.make("nvfp4_row_scaled"), (Rule(NVFP4BlockScaling(), "**.down_proj"),))
     assert set(batch_dependence(model, rules)) == {f"model.layers.{index}.mlp.down_proj" for index in range(2)}

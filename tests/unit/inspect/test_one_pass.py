@@ -26,10 +26,7 @@ def make_model(layers: int = 3) -> nn.Sequential:
 
 def batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return (
-        torch.randn(ROWS, WIDTH, generator=generator),
-        torch.randint(0, CLASSES, (ROWS,), generator=generator),
-    )
+    return (torch.randn(ROWS, WIDTH, generator=generator), torch.randint(0, CLASSES, (ROWS,), generator=generator))
 
 
 def loss_of(model):
