@@ -150,6 +150,10 @@ def _read_default_recipe() -> None:
     _default[:] = [NVFP4BlockScaling()]
 
 
+on_entering: list[Callable[[Recipe], None]] = []
+"""Called with the recipe of a region that is entered outside compiled code, for the sake of compiled code inside."""
+
+
 class Region(ContextDecorator):
     """Context manager and decorator that puts ``state`` in force; None is the state outside every region.
 
@@ -181,6 +185,9 @@ class Region(ContextDecorator):
 
     def __enter__(self) -> None:
         catch_up()
+        if self._state is not None and not torch.compiler.is_dynamo_compiling():
+            for call in on_entering:
+                call(self._state.recipe)
         regions = _thread.regions
         regions.outer.append((regions.state, regions.backward, _watch()))
         regions.state, regions.backward = self._state, _current_backward()

@@ -9,6 +9,7 @@ from torch import nn
 
 from fp4engine.names import EndOfName
 from fp4engine.recipe import CustomRecipe, Recipe, RuledRecipe
+from fp4engine.state import on_entering
 
 _WRAPPERS = frozenset(
     ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer", "original_module", "module")
@@ -21,6 +22,7 @@ _ANCHOR = "_fp4engine_root"
 
 
 _kinds = count()
+_roots: "weakref.WeakSet[Root]" = weakref.WeakSet()
 
 
 class Root:
@@ -31,8 +33,8 @@ class Root:
 
     Attributes:
         names: all names of each linear module that the model had when it was converted.
-        kind: the same of a model and its copies, and another of a copied part. A compiled graph of layers is for one
-            kind, so that it is not used for layers of the same names that have not been checked.
+        kind: the same of a model and its copies, and another of a copied part, or once the model has other modules. A
+            compiled graph of layers is for one kind, so that it is not used for layers that have not been checked.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Root:
         self._fits: set[str] = set()
         self._children: list[int] = []
         self._asked: set[int] = set()
+        _roots.add(self)
 
     @property
     def model(self) -> nn.Module | None:
@@ -63,9 +66,7 @@ class Root:
         assert model is not None
         if id(layer) in self._asked or not self._asked:
             self._asked.clear()
-            children = _children(model)
-            if children != self._children:
-                self._fits, self._children = set(), children
+            self.look(model)
         self._asked.add(id(layer))
         if recipe.number in self._fits:
             return
@@ -86,12 +87,31 @@ class Root:
             ) from None
         self._fits.add(recipe.number)
 
+    def look(self, model: nn.Module) -> None:
+        """Forget what was found if ``model``, which this is the root of, has other modules now."""
+        children = _children(model)
+        if children != self._children:
+            self.kind = str(next(_kinds)) if self._children else self.kind
+            self._fits, self._children = set(), children
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "Root":
         copied = memo.get(id(self.model))
         return Root(self.names, copied, self.kind) if isinstance(copied, nn.Module) else Root(self.names, self.model)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Root, (self.names,)
+
+
+def expect_traces() -> None:
+    """From now on look at models whenever a region is entered: compiled code does not, but has a guard on the kind."""
+    if _look_again not in on_entering:
+        on_entering.append(_look_again)
+
+
+def _look_again(recipe: Recipe) -> None:
+    for root in list(_roots) if recipe.reads_names else ():
+        if (model := root.model) is not None:
+            root.look(model)
 
 
 def _children(model: nn.Module) -> list[int]:

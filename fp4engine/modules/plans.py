@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fp4engine import ops
 from fp4engine.functional import LinearPlan, make_linear_plan
-from fp4engine.modules.identity import Named
+from fp4engine.modules.identity import Named, expect_traces
 from fp4engine.modules.quantized_weight import QuantizedWeight
 from fp4engine.modules.recompute import followed_state, noted_scales
 from fp4engine.private import constant_when_traced
@@ -141,6 +141,7 @@ class Planned(Named):
         Raises:
             ValueError: as :meth:`name_for`.
         """
+        expect_traces()
         self.plan_by(numbered(recipe))
 
     @constant_when_traced

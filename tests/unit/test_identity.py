@@ -446,6 +446,24 @@ def test_factories_are_told_true_names() -> None:
             model(X)
 
 
+def swap(layers: nn.ModuleList) -> None:
+    layers[0], layers[1] = layers[1], layers[0]
+
+
+@pytest.mark.parametrize("change", [swap, lambda layers: layers.append(layers[1])], ids=["swap", "append"])
+def test_compiled_blocks_check_names_anew_once_the_model_has_changed(change: Callable[[nn.ModuleList], None]) -> None:
+    torch._dynamo.reset()
+    model, recipe = converted(), ruled("layers.1")
+    for block in model.layers:
+        block.compile(backend="eager")
+    for _ in range(2):
+        with fp4engine.autocast(recipe=recipe):
+            model(X)
+    change(model.layers)
+    with fp4engine.autocast(recipe=recipe), pytest.raises(Exception, match=r"a recipe cannot tell|by one name"):
+        model(X)
+
+
 def test_compiled_code_checks_names_when_it_is_traced() -> None:
     torch._dynamo.reset()
     model, recipe = converted(), ruled("layers.1")
