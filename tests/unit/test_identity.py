@@ -454,7 +454,7 @@ def swap(layers: nn.ModuleList) -> None:
 def test_compiled_blocks_check_names_anew_once_the_model_has_changed(change: Callable[[nn.ModuleList], None]) -> None:
     torch._dynamo.reset()
     model, recipe = converted(), ruled("layers.1")
-    for block in model.layers:
+    for block in (*model.layers, model.head):
         block.compile(backend="eager")
     for _ in range(2):
         with fp4engine.autocast(recipe=recipe):
