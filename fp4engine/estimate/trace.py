@@ -29,14 +29,12 @@ class Traffic:
         product_flops: of matrix products in high precision.
         attention_flops: of scaled dot-product attention, as if no score were masked.
         model_flops: of both, half of attention's, without what the backward pass computes again.
-        launches: operators that launch a kernel.
     """
 
     bytes_moved: int = 0
     product_flops: int = 0
     attention_flops: int = 0
     model_flops: int = 0
-    launches: int = 0
 
 
 @dataclass
@@ -122,7 +120,6 @@ class Watch(TorchDispatchMode):
             return  # a view, or a question
         name = func._schema.name
         is_new = not (self.in_backward and torch.is_grad_enabled())
-        self.traffic.launches += 1
         if "scaled_dot_product" in name:
             query, key = read[:2] if "backward" not in name else read[1:3]
             # forward: 2 products of 2 FLOPs each; backward: 5, one of which computes the scores again
@@ -135,10 +132,8 @@ class Watch(TorchDispatchMode):
             self.traffic.product_flops += flops
             self.traffic.model_flops += is_new * flops
             return
-        if name.startswith(("aten::empty", "aten::new_empty")):
-            self.traffic.launches -= 1
-            return
-        self.traffic.bytes_moved += sum(tensor.numel() * tensor.element_size() for tensor in (*read, *written))
+        if not name.startswith(("aten::empty", "aten::new_empty")):
+            self.traffic.bytes_moved += sum(tensor.numel() * tensor.element_size() for tensor in (*read, *written))
 
 
 def trace(model: torch.nn.Module, loss: Callable[[torch.nn.Module], Tensor], watch: Watch) -> Step:

@@ -88,9 +88,7 @@ class GroupedLinear(torch.nn.Module):
     def reset_parameters(self) -> None:
         """Initialise the weights by ``init_method`` and the biases to zero."""
         for weight, bias in zip(self.weights, self.biases, strict=True):
-            initialize(weight, self.init_method)
-            if bias is not None:
-                torch.nn.init.zeros_(bias)
+            initialize(weight, bias, self.init_method)
 
     @property
     def weights(self) -> list[Tensor]:

@@ -106,11 +106,8 @@ class LayerNormMLP(InputNorm):
     def reset_parameters(self) -> None:
         """Initialise the norm to the identity, the weights by their init methods and the biases to zero."""
         self._reset_norm()
-        initialize(self.fc1_weight, self.init_method)
-        initialize(self.fc2_weight, self.output_layer_init_method)
-        for bias in (self.fc1_bias, self.fc2_bias):
-            if bias is not None:
-                torch.nn.init.zeros_(bias)
+        initialize(self.fc1_weight, self.fc1_bias, self.init_method)
+        initialize(self.fc2_weight, self.fc2_bias, self.output_layer_init_method)
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
         """[..., hidden_size] -> the same shape, or a tuple ``(y[, bias][, normalised input])``.

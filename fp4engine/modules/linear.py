@@ -103,10 +103,8 @@ class Linear(Gemms, torch.nn.Linear):
         """Initialise as ``nn.Linear`` does, or the weight by ``init_method`` and the bias to zero."""
         if self.init_method is None:
             super().reset_parameters()
-            return
-        initialize(self.weight, self.init_method)
-        if self.bias is not None:
-            torch.nn.init.zeros_(self.bias)
+        else:
+            initialize(self.weight, self.bias, self.init_method)
 
     def weight_shape(self) -> tuple[int, ...]:
         """(N, K) of the weight, or of ``out_features`` and ``in_features`` if it is computed from other parameters."""

@@ -317,13 +317,15 @@ class QuantizedWeight(torch.Tensor):
         return f"QuantizedWeight({list(self.shape)}, {spec.label!r}, {self.dtype}, device={str(self.device)!r})"
 
 
-def initialize(weight: Tensor, method: Callable[[Tensor], Any]) -> None:
-    """``method(weight)``; a weight that is stored as codes becomes what ``method`` makes of its values, quantized once.
+def initialize(weight: Tensor, bias: Tensor | None, method: Callable[[Tensor], Any]) -> None:
+    """``method(weight)``, and a ``bias`` of zero.
 
-    Operations in place on such a weight round one by one, so a method of several would make another weight. Where
-    FSDP2 has sharded it, ``method`` makes the rows of this rank. A weight that has preserved its values preserves the
-    new ones.
+    A weight that is stored as codes becomes what ``method`` makes of its values, quantized once. Operations in place
+    on such a weight round one by one, so a method of several would make another weight. Where FSDP2 has sharded it,
+    ``method`` makes the rows of this rank. A weight that has preserved its values preserves the new ones.
     """
+    if bias is not None:
+        torch.nn.init.zeros_(bias)
     stored: Any = getattr(weight, "_local_tensor", weight)
     if not isinstance(stored, QuantizedWeight):
         method(weight)

@@ -82,9 +82,7 @@ class SplitLinear(Gemms):
     def reset_parameters(self) -> None:
         """Initialise the weights by ``init_method`` and the biases to zero."""
         for prefix in self._parts:
-            initialize(getattr(self, prefix + "weight"), self.init_method)
-            if (bias := getattr(self, prefix + "bias")) is not None:
-                torch.nn.init.zeros_(bias)
+            initialize(getattr(self, prefix + "weight"), getattr(self, prefix + "bias"), self.init_method)
 
     def joined(self) -> tuple[Tensor, Tensor | None]:
         """Weight [out_features, in_features] and bias [out_features] or None."""
