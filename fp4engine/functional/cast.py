@@ -48,12 +48,7 @@ class CastTensor:
 
 @overload
 def cast(
-    x: Tensor,
-    spec: CastSpec,
-    cast: None = None,
-    *,
-    compute: Compute | None = None,
-    rng: Tensor | None = None,
+    x: Tensor, spec: CastSpec, cast: None = None, *, compute: Compute | None = None, rng: Tensor | None = None
 ) -> Tensor: ...
 @overload
 def cast(

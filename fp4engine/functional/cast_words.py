@@ -82,11 +82,7 @@ _thread = _Thread()
 
 
 def cast_defaults(
-    *,
-    round: Round | None = None,
-    scale: Scale | None = None,
-    cast: Cast | None = None,
-    compute: Compute | None = None,
+    *, round: Round | None = None, scale: Scale | None = None, cast: Cast | None = None, compute: Compute | None = None
 ) -> AbstractContextManager[None]:
     """Inside ``with``, what :func:`fp4engine.cast` takes for words that a cast by name leaves out.
 

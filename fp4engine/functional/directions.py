@@ -146,12 +146,7 @@ def _compiling_backward(
 
 
 def run_backward(
-    call: Call,
-    layout: Layout,
-    grad_output: Tensor,
-    kept: Sequence[Tensor],
-    needs: Needs,
-    state: Tensor | None = None,
+    call: Call, layout: Layout, grad_output: Tensor, kept: Sequence[Tensor], needs: Needs, state: Tensor | None = None
 ) -> tuple[Tensor | None, Any, Tensor | None] | None:
     """Gradients of input, weight and bias; None where kernels do not cover the direction.
 

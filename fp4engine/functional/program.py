@@ -135,14 +135,7 @@ def cast_weight(b: Any, weight: Any, needs: Needs) -> tuple[Any, Any]:
 
 
 def backward(
-    b: Any,
-    grad_output: Any,
-    kept: Kept,
-    needs: Needs,
-    cols: int,
-    dtypes: Dtypes,
-    later: bool = False,
-    out: Any = None,
+    b: Any, grad_output: Any, kept: Kept, needs: Needs, cols: int, dtypes: Dtypes, later: bool = False, out: Any = None
 ) -> tuple[Any, Any, Any]:
     """Gradients of input, weight and bias; None for those that are not needed.
 

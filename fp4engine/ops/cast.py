@@ -458,11 +458,7 @@ def _amax_outputs(x: Tensor, rowwise: str, columnwise: str) -> list[Output]:
 
 
 def _quantize_outputs(
-    x: Tensor,
-    rowwise_amax: Tensor | None,
-    columnwise_amax: Tensor | None,
-    rng: Tensor | None,
-    asked: str,
+    x: Tensor, rowwise_amax: Tensor | None, columnwise_amax: Tensor | None, rng: Tensor | None, asked: str
 ) -> list[Output]:
     question = Asked.from_key(asked)
     layout = _laid_out(question, rowwise_amax is None, columnwise_amax is None, rng is None)

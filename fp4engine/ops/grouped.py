@@ -90,10 +90,7 @@ def grouped_quantize(
         None
         if spec is None
         else Operand(spec, *shape, next(tensors), next(tensors) if form == "codes" else None, next(tensors))
-        for spec, shape, form in (
-            (rowwise, (rows, cols), rowwise_form),
-            (columnwise, (cols, padded), columnwise_form),
-        )
+        for spec, shape, form in ((rowwise, (rows, cols), rowwise_form), (columnwise, (cols, padded), columnwise_form))
     )
     return row, col
 

@@ -28,12 +28,7 @@ def within_range(x: Tensor, operand: Operand, backend: str = "auto") -> Tensor:
 
 
 def clip_and_rotate_back(
-    values: Tensor,
-    within: Tensor | None,
-    rotated: str,
-    cols: int,
-    dtype: torch.dtype,
-    backend: str = "auto",
+    values: Tensor, within: Tensor | None, rotated: str, cols: int, dtype: torch.dtype, backend: str = "auto"
 ) -> Tensor:
     """The gradient of a tensor [rows, cols] in ``dtype``, from the gradient of the decoded cast.
 
