@@ -33,11 +33,11 @@ def compute_capability(device: torch.device) -> tuple[int, int]:
     return _stand_ins[device] if device in _stand_ins else torch.cuda.get_device_capability(device)
 
 
-def _by_amd(device: torch.device) -> str:
-    """Why nothing but plain PyTorch runs on a GPU of AMD's, which PyTorch calls "cuda" as well; empty elsewhere."""
-    if device.type != "cuda" or torch.version.hip is None:
-        return ""
-    return "nobody has run the kernels on a GPU of AMD's, for which they compile"
+def _no_gpu(device: torch.device, lacks: str) -> str:
+    """Why ``device`` is no GPU of NVIDIA's: what it ``lacks``, or that it is AMD's, which PyTorch calls "cuda" too."""
+    if device.type != "cuda":
+        return lacks
+    return "" if torch.version.hip is None else "nobody has run the kernels on a GPU of AMD's, for which they compile"
 
 
 @cache
@@ -56,9 +56,7 @@ def triton_runs_on(device: torch.device) -> tuple[bool, str]:
         return False, reason
     if device.type == "cpu" and read_flag("TRITON_INTERPRET", False):
         return True, "Triton's interpreter, asked for by TRITON_INTERPRET=1"
-    if device.type != "cuda":
-        return False, f"Triton kernels need a CUDA device, the device is {device.type}"
-    if reason := _by_amd(device):
+    if reason := _no_gpu(device, f"Triton kernels need a CUDA device, the device is {device.type}"):
         return False, reason
     major, minor = compute_capability(device)
     if major < 8:
@@ -69,9 +67,7 @@ def triton_runs_on(device: torch.device) -> tuple[bool, str]:
 @cache
 def fp8_units(device: torch.device) -> tuple[bool, str]:
     """Whether ``device`` has FP8 tensor cores."""
-    if device.type != "cuda":
-        return False, f"{device.type} has no FP8 tensor cores"
-    if reason := _by_amd(device):
+    if reason := _no_gpu(device, f"{device.type} has no FP8 tensor cores"):
         return False, reason
     major, minor = compute_capability(device)
     if (major, minor) < (8, 9):
@@ -82,15 +78,13 @@ def fp8_units(device: torch.device) -> tuple[bool, str]:
 @cache
 def is_hopper(device: torch.device) -> bool:
     """Whether ``device`` is an H100, an H200 or another GPU of compute capability 9."""
-    return device.type == "cuda" and not _by_amd(device) and compute_capability(device)[0] == 9
+    return not _no_gpu(device, "no CUDA device") and compute_capability(device)[0] == 9
 
 
 @cache
 def fp4_units(device: torch.device) -> tuple[bool, str]:
     """Whether ``device`` has FP4 tensor cores, and which."""
-    if device.type != "cuda":
-        return False, f"{device.type} has no FP4 tensor cores"
-    if reason := _by_amd(device):
+    if reason := _no_gpu(device, f"{device.type} has no FP4 tensor cores"):
         return False, reason
     major, minor = compute_capability(device)
     if major in _FP4_TARGETS:
