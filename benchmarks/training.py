@@ -48,23 +48,24 @@ def forward(model: GPT, tokens: torch.Tensor, recipe: Recipe | None) -> torch.Te
         return model.loss(tokens)
 
 
-def graphed(step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    """``step``, captured once and replayed."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(WARM_UP):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        loss = step()
+class Graphed:
+    """A step that is captured once and replayed. It holds the step, since a graph knows addresses of tensors alone."""
 
-    def replay() -> torch.Tensor:
-        graph.replay()
-        return loss
+    def __init__(self, step: Callable[[], torch.Tensor]) -> None:
+        self.step = step
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UP):
+                step()
+        torch.cuda.current_stream().wait_stream(side)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.loss = step()
 
-    return replay
+    def __call__(self) -> torch.Tensor:
+        self.graph.replay()
+        return self.loss
 
 
 def prepare(config: dict[str, int], recipe: Recipe | None, mode: str) -> tuple[Callable[[], Any], dict[str, int]]:
@@ -88,7 +89,7 @@ def prepare(config: dict[str, int], recipe: Recipe | None, mode: str) -> tuple[C
         return loss.detach()
 
     if mode == "graph":
-        step = graphed(step)
+        step = Graphed(step)
     for _ in range(WARM_UP):
         step()
     torch.cuda.synchronize()

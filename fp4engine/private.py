@@ -1,7 +1,4 @@
-"""Every private name of PyTorch that this package uses, and what is done where PyTorch has it no longer.
-
-Of Triton only documented names are used.
-"""
+"""Every private name of PyTorch and of Triton that this package uses, and what is done where it is no longer there."""
 
 import logging
 import sys
@@ -84,6 +81,19 @@ def largest_magnitudes(matrices: list[Tensor]) -> Sequence[Tensor]:
     if _foreach_norm is None:
         return [torch.linalg.vector_norm(matrix, float("inf")) for matrix in matrices]
     return _foreach_norm(matrices, float("inf"))
+
+
+def triton_launcher(compiled: Any) -> tuple[Callable[..., Any] | None, Any, Any]:
+    """What ``compiled[grid](*arguments, stream=stream)`` of a kernel that Triton has compiled looks up in every call.
+
+    That is ``run``, ``function`` and ``metadata`` of ``run(*grid, stream, function, metadata, None, None, None,
+    *arguments)``, where nobody is told of the launch; PyTorch's Inductor starts its kernels in the same way. None each
+    where this Triton has other names: kernels are then started as documented, which takes the host longer.
+    """
+    try:
+        return compiled.run, compiled.function, compiled.packed_metadata
+    except AttributeError:
+        return None, None, None
 
 
 def is_fake(x: Tensor) -> bool:

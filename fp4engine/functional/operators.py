@@ -229,8 +229,9 @@ def _linear_backward(
         b = Eager(own, grad_output.device, shards, state)
         gradients = backward(b, grad_output, restored(layout.slots, kept), needs, cols, dtypes)
     grad_input, grad_weight, _ = gradients
-    absent = grad_output.new_empty(0)
-    return grad_input.contiguous() if needs_dgrad else absent, grad_weight.contiguous() if needs_wgrad else absent
+    made = [(grad_input, needs_dgrad), (grad_weight, needs_wgrad)]
+    dgrad, wgrad = [t.contiguous() if asked else grad_output.new_empty(0) for t, asked in made]
+    return dgrad, wgrad
 
 
 _NOBODY = ExecutedGemms()

@@ -15,17 +15,20 @@ from contextvars import Context
 from copy import copy
 from functools import cache, lru_cache, partial
 from itertools import groupby
+from operator import itemgetter
 from threading import RLock
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from triton import JITFunction
+from triton import JITFunction, knobs
+from triton.runtime import driver
 
 from fp4engine.constants import ALIGNMENT, MOST_QUESTIONS
 from fp4engine.formats.one_buffer import offsets, offsets_by_lifetime
 from fp4engine.kernels.compiling import KernelCall, Mock, compile_side_by_side, finished, telling
 from fp4engine.kernels.target import E4M3, PAIRS, hardware_of
+from fp4engine.private import triton_launcher
 
 
 class TensorMeta(NamedTuple):
@@ -432,7 +435,7 @@ class _Kernels:
                 slots[argument] = len(self._tensors) + len(self._parts)
                 self._parts.append((self._tensors.index(index), start))
         self._slots = slots
-        self._starts: list[_Start] | None = None
+        self._starts: _Starts | None = None
         self.beside: Callable[[], None] | None = None
 
     def __call__(self, tensors: list[Any]) -> None:
@@ -444,11 +447,8 @@ class _Kernels:
                 self._start_by_triton(tensors)
             return
         addresses = [0 if (tensor := tensors[index]) is None else tensor.data_ptr() for index in self._tensors]
-        for base, offset in self._parts:
-            addresses.append(addresses[base] + offset)
-        stream = torch.cuda.current_stream(self._layout.device).cuda_stream
-        for start in starts:
-            start(addresses, stream)
+        addresses += [addresses[base] + offset for base, offset in self._parts]
+        starts(addresses, driver.active.get_current_stream(self._layout.device.index))
 
     def _start_by_triton(self, tensors: Sequence[Any]) -> None:
         """Start the kernels by ``kernel[grid](...)``, which compiles them, and note how to start them again."""
@@ -462,10 +462,9 @@ class _Kernels:
                 Context().run(compile_side_by_side, calls, beside)
             started = [call.kernel[(call.programs,)](*call.arguments, **call.options) for call in calls]
         if is_jit:
-            self._starts = [
-                _Start(finished(made), step.programs, *zip(*arguments, strict=True))
-                for made, step, arguments in zip(started, self._steps, passed, strict=True)
-            ]
+            programs = [step.programs for step in self._steps]
+            kernels = list(zip(map(finished, started), programs, passed, strict=True))
+            self._starts = _Starts(kernels, len(self._tensors) + len(self._parts))
 
     def mocked(self, inputs: Sequence[TensorMeta | None]) -> list[KernelCall]:
         """The kernels, each with stand-ins for a call's arguments: same dtype and alignment, no memory."""
@@ -511,42 +510,75 @@ def _calls(steps: Sequence[KernelLaunch], passed: Sequence[Sequence[tuple[int | 
 class _Address:
     """An address in place of the tensor of a descriptor for the copy engine."""
 
-    def __init__(self, address: int) -> None:
-        self.address = address
+    def __init__(self) -> None:
+        self.address = 0
 
     def data_ptr(self) -> int:
         return self.address
 
 
-class _Start:
-    """A kernel that Triton has compiled, started by its documented call, ``compiled[grid](...)``.
+class _Starts:
+    """Kernels that Triton has compiled, started again with other addresses; threads may call it at once.
+
+    What Triton documents for that, ``compiled[grid](...)``, looks up in every call what is the same in all of them. It
+    is called only while somebody has asked Triton to be told of launches, or where this Triton has no
+    :func:`fp4engine.private.triton_launcher`.
 
     Args:
-        slots: for each argument the index of its address in a call's list; None for a constant.
-        arguments: the arguments of the first call.
+        kernels: for each kernel what Triton compiled, its programs, and its arguments: the index of an address among
+            those of a call, None for a constant; and what the first call passed.
+        count: how many addresses a call has.
     """
 
-    def __init__(self, compiled: Any, programs: int, slots: Sequence[int | None], arguments: Sequence[Any]) -> None:
-        self._start = compiled[programs, 1, 1]
-        self._constants = [a if slot is None else None for slot, a in zip(slots, arguments, strict=True)]
-        self._addresses: list[tuple[int, int]] = []
-        self._described: list[tuple[int, int, Any]] = []
-        for position, (slot, argument) in enumerate(zip(slots, arguments, strict=True)):
-            if slot is not None and hasattr(argument, "base"):
-                described = copy(argument)
-                described.base = None  # so that it holds no tensor
-                self._described.append((position, slot, described))
-            elif slot is not None:
-                self._addresses.append((position, slot))
+    def __init__(self, kernels: Sequence[tuple[Any, int, Sequence[tuple[int | None, Any]]]], count: int) -> None:
+        described = {
+            slot: a for _, _, passed in kernels for slot, a in passed if slot is not None and hasattr(a, "base")
+        }
+        self._slots, self._templates = list(described), list(described.values())
+        for position, descriptor in enumerate(self._templates):
+            self._templates[position] = own = copy(descriptor)
+            own.base = None  # so that it holds no tensor
+        self._idle: list[list[Any]] = []  # as many as threads have been here at once
+        self._constants: list[Any] = []
+        # A call's addresses, the stream, the descriptors and the constants lie in one list, of which kernels pick.
+        at_descriptor = {slot: count + 1 + position for position, slot in enumerate(self._slots)}
+
+        def constant(value: Any) -> int:
+            self._constants.append(value)
+            return count + len(self._slots) + len(self._constants)
+
+        self._kernels: list[tuple[Any, Any, int, itemgetter[Any]]] = []
+        for compiled, programs, passed in kernels:
+            run, function, metadata = triton_launcher(compiled)
+            ahead = [count, *map(constant, (function, metadata, None, None, None))]  # nobody is told of the launch
+            picked = [constant(a) if slot is None else at_descriptor.get(slot, slot) for slot, a in passed]
+            self._kernels.append((compiled[programs, 1, 1], run, programs, itemgetter(*ahead, *picked)))
 
     def __call__(self, addresses: Sequence[int], stream: int) -> None:
-        arguments = self._constants.copy()
-        for position, slot in self._addresses:
-            arguments[position] = addresses[slot]
-        for position, slot, described in self._described:
-            arguments[position] = own = copy(described)
-            own.base = _Address(addresses[slot])
-        self._start(*arguments, stream=stream)
+        described: list[Any] = []
+        if self._slots:
+            try:
+                described = self._idle.pop()
+            except IndexError:
+                described = [copy(template) for template in self._templates]
+                for descriptor in described:
+                    descriptor.base = _Address()
+            for descriptor, slot in zip(described, self._slots, strict=True):
+                descriptor.base.address = addresses[slot]
+        values, are_told = [*addresses, stream, *described, *self._constants], _are_told()
+        for start, run, programs, pick in self._kernels:
+            if run is None or are_told:
+                start(*pick(values)[6:], stream=stream)
+            else:
+                run(programs, 1, 1, *pick(values))
+        if described:
+            self._idle.append(described)
+
+
+def _are_told() -> bool:
+    """Whether somebody, such as a profiler, has asked Triton to be told of launches."""
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 _interpreter = RLock()

@@ -13,6 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("triton")
 
+from triton import knobs
+from triton.compiler import CompiledKernel
+
 import fp4engine
 from fp4engine import capability, ops
 from fp4engine.formats import E8M0, CastSpec, Outer, RoundingMode, ScaleRule
@@ -21,6 +24,7 @@ from fp4engine.functional import make_linear_plan
 from fp4engine.kernels import compiling, launch
 from fp4engine.kernels.gemm_launch import block_of
 from fp4engine.kernels.launch import Block, Launch, LaunchBuilder, Matrix, TensorMeta
+from fp4engine.private import triton_launcher
 from fp4engine.recipe import Float8BlockScaling, Float8CurrentScaling, NVFP4BlockScaling
 
 PACKAGE = Path(fp4engine.__file__).parent
@@ -97,7 +101,8 @@ class Compiled(Kernel):
 
 @pytest.fixture
 def streams(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=f"stream of {device}"))
+    active = SimpleNamespace(get_current_stream=lambda index: f"stream of {index}")
+    monkeypatch.setattr(launch, "driver", SimpleNamespace(active=active))
 
 
 @pytest.fixture
@@ -107,7 +112,7 @@ def planned(streams):
     def plan(made):
         calls = []
         (segment,) = made._segments
-        segment._starts = [lambda *call: calls.append(call)]
+        segment._starts = lambda *call: calls.append(call)
         return calls
 
     return plan
@@ -127,7 +132,7 @@ def test_what_is_compiled_is_given_addresses(planned):
     outputs = made(given, None)
     assert not kernel.started
     ((addresses, stream),) = calls
-    assert stream == "stream of cpu"
+    assert stream == "stream of None"
     (segment,) = made._segments
     at = {place: addresses[slot] for place, slot in segment._slots.items()}
     assert (at[x], at[absent]) == (given.data_ptr(), 0) and at[part] == given.data_ptr() + 4
@@ -135,12 +140,17 @@ def test_what_is_compiled_is_given_addresses(planned):
     assert abs(at[large] - at[small]) >= 256 and at[small] % 16 == at[large] % 16 == 0 and at[described] == at[large]
 
 
+def noted(arguments):
+    """Arguments of a kernel, descriptors as the address that they hold now, and the shape."""
+    return tuple((a.base.data_ptr(), a.shape) if hasattr(a, "base") else a for a in arguments)
+
+
 class Started(Kernel):
-    """A kernel that Triton has compiled, and starts by ``compiled[grid](...)``."""
+    """A kernel that Triton has compiled, and starts by ``compiled[grid](...)`` alone."""
 
     def __getitem__(self, grid):
         def start(*arguments, **options):
-            self.started.append((grid, arguments, options))
+            self.started.append((grid, noted(arguments), options))
             return self
 
         return start
@@ -149,21 +159,83 @@ class Started(Kernel):
         pass
 
 
+class Launched(Started):
+    """A kernel that Triton has compiled, with what ``compiled[grid](...)`` calls in the end."""
+
+    function, packed_metadata = "function", "metadata"
+
+    def run(self, *arguments):
+        programs, stream, told, passed = arguments[:3], arguments[3], arguments[4:9], arguments[9:]
+        assert told == ("function", "metadata", None, None, None)
+        self.started.append((programs, noted(passed), {"stream": stream}))
+
+
+def test_triton_still_starts_kernels_by_what_is_taken_from_it():
+    """``compiled[grid](...)`` passes it the same, but hooks, which it calls with what it tells of the launch."""
+    kernel, called = object.__new__(CompiledKernel), []
+    kernel.module, kernel.function, kernel.packed_metadata, kernel.name, kernel.src = (
+        1,
+        "function",
+        "metadata",
+        "",
+        None,
+    )
+    kernel._run = lambda *arguments: called.append(arguments)
+    kernel[3, 1, 1](5, 2.5, stream="stream")
+    run, function, metadata = triton_launcher(kernel)
+    run(3, 1, 1, "stream", function, metadata, None, None, None, 5, 2.5)
+    documented, ours = [(*call[:6], *call[9:]) for call in called]
+    assert documented == ours == (3, 1, 1, "stream", "function", "metadata", 5, 2.5)
+
+
 @pytest.mark.no_poison
-def test_what_triton_compiled_is_started_again(monkeypatch, streams):
-    """By addresses and not by tensors; a descriptor is made for the address of each call."""
-    monkeypatch.setattr(launch, "JITFunction", Started)
-    kernel, builder = Started(), LaunchBuilder(torch.device("cpu"), inputs=1)
+@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize("kind", [Launched, Started])
+def test_what_triton_compiled_is_started_again(monkeypatch, streams, kind, told):
+    """By addresses and not by tensors, and as documented where somebody is told; descriptors hold a call's address."""
+    monkeypatch.setattr(launch, "JITFunction", kind)
+    if told:
+        monkeypatch.setattr(knobs.runtime.launch_enter_hook, "calls", [print])
+        monkeypatch.setattr(kind, "run", "tells nobody", raising=False)
+    kernel, builder = kind(), LaunchBuilder(torch.device("cpu"), inputs=1)
     matrix = Matrix(builder.inputs[0], TensorMeta((4, 8), (8, 1), BF16, True))
     builder.step(kernel, 3, *builder.inputs, block_of(matrix, 2, 8), 2.5)
+    builder.step(kernel, 5, *builder.inputs)
     made, tensors = builder.launch(), [torch.zeros(4, 8, dtype=BF16) for _ in range(2)]
     for x in (tensors[0], *tensors):
         made(x)
-    (first, arguments, _), *again = kernel.started
-    assert first == (3,) and arguments[0] is tensors[0] and len(again) == 2
-    for (grid, (address, described, constant), options), x in zip(again, tensors, strict=True):
-        assert (grid, constant, options) == ((3, 1, 1), 2.5, {"stream": "stream of cpu"})
-        assert address == described.base.data_ptr() == x.data_ptr() and described.shape == [4, 8]
+    (first, arguments, _), (second, *_), *again = kernel.started
+    assert (first, second) == ((3,), (5,)) and arguments[0] is tensors[0]
+    on = {"stream": "stream of None"}
+    expected = [
+        call
+        for at in (x.data_ptr() for x in tensors)
+        for call in [((3, 1, 1), (at, (at, [4, 8]), 2.5), on), ((5, 1, 1), (at,), on)]
+    ]
+    assert again == expected
+
+
+@pytest.mark.no_poison
+def test_threads_that_start_the_same_kernels_at_once_have_descriptors_of_their_own(monkeypatch, streams):
+    both, seen = threading.Barrier(2), {}
+
+    class Meeting(Launched):
+        def run(self, *arguments):
+            both.wait(30)
+            seen[threading.current_thread().name] = noted(arguments[9:])
+
+    monkeypatch.setattr(launch, "JITFunction", Meeting)
+    builder = LaunchBuilder(torch.device("cpu"), inputs=1)
+    matrix = Matrix(builder.inputs[0], TensorMeta((4, 8), (8, 1), BF16, True))
+    builder.step(Meeting(), 3, block_of(matrix, 2, 8))
+    made, tensors = builder.launch(), {name: torch.zeros(4, 8, dtype=BF16) for name in "ab"}
+    made(tensors["a"])
+    threads = [threading.Thread(target=made, args=(x,), name=name) for name, x in tensors.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == {name: ((x.data_ptr(), [4, 8]),) for name, x in tensors.items()}
 
 
 def test_kernels_are_compiled_side_by_side_by_the_first_call_alone(monkeypatch, streams):
@@ -290,7 +362,7 @@ def test_a_kernel_that_another_thread_compiles_is_waited_for(monkeypatch, stream
             return lambda *arguments, **options: SimpleNamespace(result=lambda: self.started.append(grid) or [0])
 
     monkeypatch.setattr(launch, "JITFunction", Compiled)
-    monkeypatch.setattr(launch, "_Start", lambda made, *rest: lambda *call: made.append(call))
+    monkeypatch.setattr(launch, "_Starts", lambda kernels, count: lambda *call: kernels[0][0].append(call))
     kernel, builder = Promised(), LaunchBuilder(torch.device("cpu"), inputs=1)
     builder.step(kernel, 3, *builder.inputs)
     made = builder.launch()
