@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp4engine.arguments import require_callable, require_integer, require_model, shown
+from fp4engine.arguments import require_bool, require_callable, require_integer, require_model, shown
 from fp4engine.functional import WeightCache
 from fp4engine.functional.weight_cache import require_sealed, told_of_steps
 from fp4engine.modules.gemms import Gemms
@@ -71,6 +71,7 @@ class Linear(Gemms, torch.nn.Linear):
         refuse_unimplemented("Linear", te_arguments)
         in_features = require_integer("in_features", in_features, 0)
         out_features = require_integer("out_features", out_features, 0)
+        require_bool("bias", bias)
         if params_dtype is not None:
             if dtype is not None and dtype != params_dtype:
                 raise ValueError(f"dtype and params_dtype are the same thing, got {dtype} and {params_dtype}")

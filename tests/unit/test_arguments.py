@@ -192,6 +192,7 @@ def test_what_is_no_recipe_is_named(name: str, recipe: object) -> None:
         ),
         (lambda: fp4engine.LayerNorm(32, eps=True), "eps must be a finite number of at least 0, got True"),
         (lambda: fp4engine.LayerNormMLP(32, 32, bias="no"), "bias must be True or False, got 'no'"),
+        (lambda: fp4engine.Linear(32, 32, torch.bfloat16), "bias must be True or False, got torch.bfloat16"),
         (lambda: fp4engine.LayerNormMLP(32, 32, init_method=0), "init_method must be a function, got 0"),
         (lambda: fp4engine.LayerNormMLP(32, 32, name=3), "name must be a string or None, got 3"),
         (
