@@ -10,15 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp4engine import capability, ops
-from fp4engine.functional import operators, program
+from fp4engine import ops
+from fp4engine.functional import operators
 from fp4engine.functional.call import Call
 from fp4engine.functional.fused_input import FusedInput
 from fp4engine.functional.main_grad import MainGrad
-from fp4engine.functional.operators import ByOperator
 from fp4engine.functional.plan import ExecutedGemms, LinearPlan
 from fp4engine.functional.program import Needs
-from fp4engine.functional.record import Layout, restored, saved
+from fp4engine.functional.record import Layout, restored
 from fp4engine.functional.shards import Shards, Wholes
 from fp4engine.functional.weight_cache import WeightCache
 from fp4engine.quantizers.base import FLOATS, as_matrix
@@ -115,7 +114,10 @@ class LinearFunction(torch.autograd.Function):
         rows, cols = weight.shape
         ctx.call, ctx.inp_shape = call, x.shape
         matrix, added = as_matrix(x, "the input"), bias if call.adds_bias else None
-        output, kept, ctx.layout = _forward(call, matrix, weight, added, parameters)
+        if torch.compiler.is_dynamo_compiling() and operators.take(call, weight):
+            output, kept, ctx.layout = operators.run_forward(call, matrix, weight, added)
+        else:
+            output, kept, ctx.layout = call.forward(matrix, weight, added, call.cast_weight(weight), parameters)
         call.record(2 * output.shape[0] * rows * cols, "fprop")
         ctx.count = len(kept)
         if call.function is not None and call.needs.dgrad:
@@ -139,7 +141,8 @@ class LinearFunction(torch.autograd.Function):
         kept, rest = tensors[: ctx.count], tensors[ctx.count :]
         if main_grad is not None and main_grad.later is None:
             main_grad.begin()
-        grad_input, grad_weight, grad_bias = _backward(call, ctx.layout, grad_output, kept, needs)
+        run: Any = Call.backward if isinstance(ctx.layout, Layout) else operators.run_backward
+        grad_input, grad_weight, grad_bias = run(call, ctx.layout, grad_output, kept, needs)
         flops = 2 * grad_output.shape[0] * grad_output.shape[1] * call.cols
         if main_grad is not None and main_grad.later is None:
             main_grad.end()
@@ -156,49 +159,6 @@ class LinearFunction(torch.autograd.Function):
             if grad_input is not None and len(ctx.inp_shape) != 2:
                 grad_input = grad_input.view(ctx.inp_shape)
         return grad_input, grad_weight, grad_bias, None, *grad_parameters
-
-
-def _forward(
-    call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, parameters: tuple[Any, ...]
-) -> tuple[Tensor, list[Tensor], Layout | ByOperator]:
-    """The output [M, N], what is saved for backward, and its layout."""
-    if torch.compiler.is_dynamo_compiling() and operators.take(call, weight):
-        return operators.run_forward(call, x, weight, bias)
-    given = call.cast_weight(weight)
-    if fuses(call.plan, x.device):
-        made = operators.directions().run_forward(call, x, weight, bias, given, parameters)
-        if made is not None:
-            return made
-    inp, statistics = x, None
-    if call.function is not None:
-        inp, statistics = call.function.source(x, call.dtypes[0], *parameters)
-    b = call.eager(x.device)
-    y, kept = program.forward(b, inp, given or as_matrix(weight), bias, call.needs, call.dtypes[0])
-    tensors, slots = saved(kept._replace(statistics=statistics if call.needs.dgrad else None))
-    return y, tensors, Layout(slots)
-
-
-def _backward(
-    call: Call, layout: Layout | ByOperator, grad_output: Tensor, kept: tuple[Tensor, ...], needs: Needs
-) -> tuple[Tensor | None, Any, Tensor | None]:
-    """Gradients of input, weight and bias; see :func:`fp4engine.functional.directions.run_backward`."""
-    if isinstance(layout, ByOperator):
-        return operators.run_backward(call, layout, grad_output, kept, needs)
-    if fuses(call.plan, grad_output.device):
-        made = operators.directions().run_backward(call, layout, grad_output, kept, needs)
-        if made is not None:
-            return made
-    b, record, later = call.eager(grad_output.device), restored(layout.slots, kept), call.wgrad_is_later
-    made = program.backward(b, grad_output, record, needs, call.cols, call.dtypes, later, call.wgrad_out)
-    grad_input, grad_weight, grad_bias = made
-    if later and needs.wgrad:
-        grad_weight = partial(program.accumulate, b, grad_weight, record.weight_within, call.cols)
-    return grad_input, grad_weight, grad_bias
-
-
-def fuses(plan: LinearPlan, device: torch.device) -> bool:
-    """Whether a direction may be one launch, if kernels cover it."""
-    return not torch.compiler.is_dynamo_compiling() and plan.is_fused and capability.triton_runs_on(device)[0]
 
 
 def _counted(call: Call, flops: int, add: Callable[[Tensor], None], buffer: Tensor) -> None:

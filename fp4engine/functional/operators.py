@@ -12,22 +12,20 @@ Legend: x is [M, K], weight [N, K].
 
 import math
 from collections.abc import Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import islice
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fp4engine import capability, ops
+from fp4engine import ops
 from fp4engine.constants import MOST_QUESTIONS
 from fp4engine.formats import CastSpec
 from fp4engine.formats.one_buffer import offsets
 from fp4engine.functional.call import Call
-from fp4engine.functional.eager import Eager
 from fp4engine.functional.plan import ExecutedGemms, LinearPlan, plan_of
-from fp4engine.functional.program import CastWeight, Kept, Needs, backward, forward
+from fp4engine.functional.program import CastWeight, Kept, Needs
 from fp4engine.functional.record import Layout, Slot, leaves, restored
 from fp4engine.functional.shards import Shard, Shards
 from fp4engine.ops import Operand, TiledOperand
@@ -177,17 +175,12 @@ def _linear_forward(
     if groups_of_input or groups_of_weight or given is not None:
         shards = Shards(_shard(groups_of_input), _shard(groups_of_weight), weight_amaxes=given)
     layout, size = _layout(own, rows, outs, cols, needs, parts)
-    if capability.triton_runs_on(x.device)[0] and own.is_fused:
-        dtypes = x.dtype, weight_dtype, None if bias is None else bias.dtype
-        call = Call(own, _NOBODY, shards, None, None, needs, None, cols, dtypes)
-        made = directions().run_forward(call, x, weight, bias, cast, ())
-        if made is not None:
-            y, kept, found = made
-            if not _is_same(found, layout):
-                return y, _joined(restored(found.slots, kept), layout, x, size)
-            return y, kept[0] if size else x.new_empty(0, dtype=torch.uint8)
-    y, record = forward(Eager(own, x.device, shards), x, cast or weight, bias, needs, x.dtype)
-    return y.contiguous(), _joined(record, layout, x, size)
+    dtypes = x.dtype, weight_dtype, None if bias is None else bias.dtype
+    call = Call(own, _NOBODY, shards, None, None, needs, None, cols, dtypes)
+    y, kept, found = call.forward(x, weight, bias, cast)
+    if found.slots == layout.slots:
+        return y.contiguous(), kept[0] if size else x.new_empty(0, dtype=torch.uint8)
+    return y.contiguous(), _joined(restored(found.slots, kept), layout, x, size)
 
 
 def _linear_backward(
@@ -221,16 +214,10 @@ def _linear_backward(
         shards = Shards(grad_output=_shard(groups, place), rank=rank)
     needs, dtypes = Needs(needs_dgrad, needs_wgrad), (dtype, weight_dtype, None)
     layout, _ = _layout(own, rows, outs, cols, needs, parts)
-    gradients = None
-    if capability.triton_runs_on(grad_output.device)[0] and own.is_fused:
-        call = Call(own, _NOBODY, shards, None, None, needs, None, cols, dtypes)
-        gradients = directions().run_backward(call, layout, grad_output, kept, needs, state)
-    if gradients is None:
-        b = Eager(own, grad_output.device, shards, state)
-        gradients = backward(b, grad_output, restored(layout.slots, kept), needs, cols, dtypes)
-    grad_input, grad_weight, _ = gradients
-    made = [(grad_input, needs_dgrad), (grad_weight, needs_wgrad)]
-    dgrad, wgrad = [t.contiguous() if asked else grad_output.new_empty(0) for t, asked in made]
+    call = Call(own, _NOBODY, shards, None, None, needs, None, cols, dtypes)
+    grad_input, grad_weight, _ = call.backward(layout, grad_output, kept, needs, state)
+    made = grad_input, grad_weight
+    dgrad, wgrad = [grad_output.new_empty(0) if grad is None else grad.contiguous() for grad in made]
     return dgrad, wgrad
 
 
@@ -266,11 +253,6 @@ def _layout_of(plan: LinearPlan, rows: int, outs: int, cols: int, needs: Needs, 
 _layout = lru_cache(maxsize=MOST_QUESTIONS)(_layout_of)
 
 
-@lru_cache(maxsize=MOST_QUESTIONS)
-def _is_same(found: Layout, wanted: Layout) -> bool:
-    return found.slots == wanted.slots
-
-
 def _joined(record: Kept, layout: Layout, like: Tensor, size: int) -> Tensor:
     """The tensors of a record in one of ``size`` bytes, as ``layout`` has them."""
     joined = like.new_empty(size, dtype=torch.uint8)
@@ -278,14 +260,6 @@ def _joined(record: Kept, layout: Layout, like: Tensor, size: int) -> Tensor:
         if slot.shape:  # all but tiles, which are saved by themselves
             restored(slot, [joined]).copy_(tensor)
     return joined
-
-
-@cache
-def directions() -> ModuleType:
-    """:mod:`fp4engine.functional.directions`, imported where kernels run: it brings Triton."""
-    from fp4engine.functional import directions
-
-    return directions
 
 
 def _linear_forward_outputs(

@@ -15,6 +15,7 @@ import fp4engine
 from fp4engine import capability, ops, private
 from fp4engine.formats import E4M3, E5M2, fp8, fp8_block
 from fp4engine.functional import WeightCache, directions, make_linear_plan, operators
+from fp4engine.functional.call import Call
 from fp4engine.kernels.launch import Launch
 from fp4engine.modules import Gemms
 from fp4engine.ops import gemm_fp8
@@ -29,7 +30,6 @@ from fp4engine.recipe import (
     NVFP4BlockScaling,
     zoo,
 )
-from tests import products
 from tests.products import one_by_one
 
 RECIPES = {
@@ -260,7 +260,7 @@ def test_codes_that_a_hook_moves_reach_kernels_aligned(kernel_device, monkeypatc
     if is_gathered:
         monkeypatch.setattr(Gemms, "_cache", lambda *_: OfTiles())
     if not is_fused:
-        monkeypatch.setattr(products.LINEAR, "fuses", lambda *_: False)
+        monkeypatch.setattr(Call, "fuses", lambda *_: False)
     expected = run(NVFP4BlockScaling(), (32, 48, 64), device=kernel_device)
 
     def moved(tensor):
