@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import fp4engine
-from fp4engine import ops
 from fp4engine.distributed import fp4_all_gather
+from fp4engine.functional import eager
 from fp4engine.functional.eager import Eager
 from fp4engine.ops import Operand
 from fp4engine.recipe import NVFP4BlockScaling
@@ -75,7 +75,7 @@ def products() -> Generator[Operands]:
     with (
         mock.patch.object(linear, "fuses", lambda *_: False),  # one operation after the other
         mock.patch.object(Eager, "product", heard),
-        mock.patch.object(ops, "transient_form", lambda *_: "codes"),
+        mock.patch.object(eager, "transient_form", lambda *_: "codes"),
     ):
         yield operands
 

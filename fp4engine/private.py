@@ -83,6 +83,14 @@ def largest_magnitudes(matrices: list[Tensor]) -> Sequence[Tensor]:
     return _foreach_norm(matrices, float("inf"))
 
 
+def _current_stream(index: int) -> int:
+    return torch.cuda.current_stream(index).cuda_stream
+
+
+current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _current_stream)
+"""The CUDA stream, a CUstream, that is current on the device of this index; the public name makes an object of it."""
+
+
 def triton_launcher(compiled: Any) -> tuple[Callable[..., Any] | None, Any, Any]:
     """What ``compiled[grid](*arguments, stream=stream)`` of a kernel that Triton has compiled looks up in every call.
 

@@ -6,8 +6,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 PACKAGE = Path(__file__).resolve().parents[1] / "fp4engine"
 RUN = """
@@ -97,6 +99,16 @@ def test_classes_are_left_alone_where_operators_take_no_values(monkeypatch):
     kind = type("Kind", (private.Value,), {})
     private.register_value(kind)
     assert not opaque_object.is_opaque_value_type(kind)
+
+
+def test_a_stream_is_found_by_its_public_name_where_pytorch_has_no_other(monkeypatch):
+    from fp4engine import private
+
+    monkeypatch.delattr(torch._C, "_cuda_getCurrentRawStream", raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: SimpleNamespace(cuda_stream=40 + index))
+    again = importlib.util.module_from_spec(private.__spec__)
+    private.__spec__.loader.exec_module(again)
+    assert again.current_stream(2) == 42
 
 
 def test_values_need_no_base_class_where_pytorch_has_none(monkeypatch):

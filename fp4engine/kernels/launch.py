@@ -22,13 +22,12 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 from triton import JITFunction, knobs
-from triton.runtime import driver
 
 from fp4engine.constants import ALIGNMENT, MOST_QUESTIONS
 from fp4engine.formats.one_buffer import offsets, offsets_by_lifetime
 from fp4engine.kernels.compiling import KernelCall, Mock, compile_side_by_side, finished, telling
 from fp4engine.kernels.target import E4M3, PAIRS, hardware_of
-from fp4engine.private import triton_launcher
+from fp4engine.private import current_stream, triton_launcher
 
 
 class TensorMeta(NamedTuple):
@@ -448,7 +447,7 @@ class _Kernels:
             return
         addresses = [0 if (tensor := tensors[index]) is None else tensor.data_ptr() for index in self._tensors]
         addresses += [addresses[base] + offset for base, offset in self._parts]
-        starts(addresses, driver.active.get_current_stream(self._layout.device.index))
+        starts(addresses, current_stream(self._layout.device.index))
 
     def _start_by_triton(self, tensors: Sequence[Any]) -> None:
         """Start the kernels by ``kernel[grid](...)``, which compiles them, and note how to start them again."""

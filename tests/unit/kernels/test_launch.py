@@ -101,8 +101,7 @@ class Compiled(Kernel):
 
 @pytest.fixture
 def streams(monkeypatch):
-    active = SimpleNamespace(get_current_stream=lambda index: f"stream of {index}")
-    monkeypatch.setattr(launch, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(launch, "current_stream", lambda index: f"stream of {index}")
 
 
 @pytest.fixture
