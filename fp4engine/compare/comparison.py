@@ -95,6 +95,11 @@ class Comparison:
         return [run for arm in arms for runs in (arm.runs, arm.again) for run in runs.values()]
 
     @property
+    def measure(self) -> str:
+        """Which loss gaps are of, see :attr:`Result.measure`: one in all runs that did not diverge."""
+        return next((run.measure for run in self.results if not run.diverged), self.results[0].measure)
+
+    @property
     def noise(self) -> list[float]:
         """Gaps in percent between runs that were repeated, see :func:`fp4engine.compare.statistics.noise`."""
         return statistics.noise([(arm.runs, arm.again) for arm in (self.baseline, *self.arms)])
@@ -160,7 +165,7 @@ class Comparison:
     def notes(self) -> list[str]:
         """What the figures mean, in whole sentences."""
         said = [
-            "A gap is the validation loss over the baseline's of the same seed, less one; intervals are Student's: "
+            f"A gap is the {self.measure} over the baseline's of the same seed, less one; intervals are Student's: "
             "of 100 recipes that equal the one which they are held against, 5 are called different."
         ]
         if (noise := statistics.root_mean_square(self.noise)) is not None:

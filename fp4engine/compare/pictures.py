@@ -85,7 +85,7 @@ def courses(axes: Axes, comparison: Comparison, arms: Sequence[Arm]) -> None:
     axes.axhline(0, color="black", linewidth=0.8)
     if math.isfinite(comparison.tolerance):
         axes.axhline(comparison.tolerance, color="#b00020", linewidth=1, linestyle="--")
-    axes.set(xlabel=unit, ylabel="validation loss above\nthe baseline's, %")
+    axes.set(xlabel=unit, ylabel=f"{comparison.measure.partition(' of ')[0]} above\nthe baseline's, %")
     axes.grid(alpha=0.3)
     if arms:
         axes.legend(fontsize="small", frameon=False)

@@ -142,6 +142,10 @@ class Recorder:
                 raise ValueError(f"{name} must be a dict of plain JSON values, got {shown(value)}")
             if taken := sorted(OWN[name] & value.keys()):
                 raise ValueError(f"{name} must leave {taken[0]!r} to the recorder, which says it of every run")
+        if label is not None and not isinstance(label, str):
+            raise ValueError(f"label must be a string or None, got {shown(label)}")
+        if tokens_per_step is not None:
+            tokens_per_step = require_integer("tokens_per_step", tokens_per_step, 1)
         self.run = Run(label or named, made, require_integer("seed", seed, 0), dict(given["extra"]))
         self.steps = require_integer("first_step", first_step, 0)
         self.diverged_at: int | None = None

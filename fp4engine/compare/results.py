@@ -81,6 +81,11 @@ class Result:
         return self.validation if self.validation and (self.validation[-1][0] or not self.losses) else self.losses
 
     @property
+    def measure(self) -> str:
+        """Which loss :attr:`loss` is."""
+        return "validation loss" if self._measured is self.validation else "mean training loss of the last tenth"
+
+    @property
     def judged_by(self) -> str:
         """What :attr:`loss` is, which two runs must have in common to be compared."""
         kind = "a validation" if self._measured is self.validation else "training losses"

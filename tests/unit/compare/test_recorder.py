@@ -113,6 +113,8 @@ def test_what_was_recorded_beside_a_run_is_on_the_page_and_held_against_recipes(
     assert main(["compare", "--runs", str(tmp_path)]) == 4
     page = (tmp_path / "page.html").read_text()
     assert "How much of each number survives" in page and "One seed has no spread" in page
+    assert "its mean training loss of the last tenth ends" in page and "validation loss ends" not in page
+    assert "A gap is the mean training loss of the last tenth over" in capsys.readouterr().out
     for recipe, code, said in (("nvfp4", 0, "was cast as nvfp4 says"), ("mxfp4", 1, "not as 'e2m1 1x32 topbinade'")):
         assert main(["report", str(run.records), "--recipe", recipe]) == code
         assert said in capsys.readouterr().out

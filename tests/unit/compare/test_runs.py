@@ -170,6 +170,8 @@ def test_a_recipe_of_functions_is_known_by_their_source() -> None:
         ({"setting": {"a": object()}}, "setting must be a dict of plain JSON values"),
         ({"setting": "data"}, "setting must be a dict"),
         ({"first_step": 3}, "has to hold losses up to step 3"),
+        ({"label": 3}, "label must be a string or None, got 3"),
+        ({"tokens_per_step": "x"}, "tokens_per_step must be an integer of at least 1, got 'x'"),
         ({"facts": {"seed": 5}}, "facts must leave 'seed' to the recorder"),
         ({"extra": {"recipe": "mine"}}, "extra must leave 'recipe' to the recorder"),
     ],
