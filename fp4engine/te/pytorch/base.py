@@ -50,6 +50,21 @@ ABSENT = dict.fromkeys(
 """Names of TransformerEngine's that are not here, and why."""
 
 
+def _role(tensor: str, doc: str) -> property:
+    """The role of ``tensor``, with which states are made anew when another one is set."""
+
+    def read(module: "TransformerEngineBaseModule") -> QuantizerRole | None:
+        return getattr(module, f"_{tensor}_role")
+
+    def write(module: "TransformerEngineBaseModule", role: QuantizerRole | None) -> None:
+        require_role(f"{tensor}_quantizer_role", role)
+        if role != read(module):
+            setattr(module, f"_{tensor}_role", role)
+            module._is_current = False
+
+    return property(read, write, doc=doc)
+
+
 class TransformerEngineBaseModule(Placed, ExtraState):
     """What TransformerEngine's modules with weights have in common.
 
@@ -317,27 +332,8 @@ class TransformerEngineBaseModule(Placed, ExtraState):
             return [QuantizerRole(kind, "input", name), QuantizerRole(kind, "weight", name), self.output_quantizer_role]
         return [QuantizerRole(kind, "grad_output", name), self.grad_input_quantizer_role]
 
-    @property
-    def output_quantizer_role(self) -> QuantizerRole | None:
-        """The role of the output that a custom recipe's factory is asked with: None until it is set."""
-        return self._output_role
-
-    @output_quantizer_role.setter
-    def output_quantizer_role(self, role: QuantizerRole | None) -> None:
-        require_role("output_quantizer_role", role)
-        if role != self._output_role:
-            self._output_role, self._is_current = role, False
-
-    @property
-    def grad_input_quantizer_role(self) -> QuantizerRole | None:
-        """Role of the quantizer of the input's gradient, see :attr:`output_quantizer_role`."""
-        return self._grad_input_role
-
-    @grad_input_quantizer_role.setter
-    def grad_input_quantizer_role(self, role: QuantizerRole | None) -> None:
-        require_role("grad_input_quantizer_role", role)
-        if role != self._grad_input_role:
-            self._grad_input_role, self._is_current = role, False
+    output_quantizer_role = _role("output", "The role of the output that a custom recipe's factory is asked with.")
+    grad_input_quantizer_role = _role("grad_input", "The same of the input's gradient; None until it is set.")
 
     def _computed_by(self) -> dict[str, list[Any]]:
         """The quantizers that forwards compute by, in the places of :meth:`get_quantizer_roles`."""

@@ -209,6 +209,20 @@ def _lies(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.stride(), tensor.storage_offset()
 
 
+def _of_sides(name: str, default: Any, doc: str) -> property:
+    """The setting ``name`` of a side that has it; assigned to, that of every side that can have it."""
+
+    def read(hybrid: "HybridQuantizer") -> Any:
+        return next((value for _, by, _ in hybrid._each() if (value := getattr(by, name, default))), default)
+
+    def write(hybrid: "HybridQuantizer", value: Any) -> None:
+        for _, by, _ in hybrid._each():
+            if hasattr(by, name):
+                setattr(by, name, value)
+
+    return property(read, write, doc=doc)
+
+
 class HybridQuantizer(Quantizer):
     """Rowwise operands by one quantizer, columnwise ones by another.
 
@@ -320,28 +334,8 @@ class HybridQuantizer(Quantizer):
         made = self.around(torch.Size(whole), dtype, device, parts)
         return made.requires_grad_(requires_grad) if requires_grad else made
 
-    @property
-    def with_amax_reduction(self) -> bool:
-        """Whether a side shares its amaxes; assigned to, whether the sides that can do."""
-        return any(getattr(by, "with_amax_reduction", False) for _, by, _ in self._each())
-
-    @with_amax_reduction.setter
-    def with_amax_reduction(self, value: bool) -> None:
-        self._set_on_sides("with_amax_reduction", value)
-
-    @property
-    def amax_reduction_group(self) -> Any:
-        """The group over which amaxes are shared."""
-        return next((group for _, by, _ in self._each() if (group := getattr(by, "amax_reduction_group", None))), None)
-
-    @amax_reduction_group.setter
-    def amax_reduction_group(self, group: Any) -> None:
-        self._set_on_sides("amax_reduction_group", group)
-
-    def _set_on_sides(self, name: str, value: Any) -> None:
-        for _, by, _ in self._each():
-            if hasattr(by, name):
-                setattr(by, name, value)
+    with_amax_reduction = _of_sides("with_amax_reduction", False, "Whether a side shares its amaxes.")
+    amax_reduction_group = _of_sides("amax_reduction_group", None, "The group over which amaxes are shared.")
 
     def is_requantization_safe(self) -> bool:
         return all(by.is_requantization_safe() for _, by, _ in self._each())
