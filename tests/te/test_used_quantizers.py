@@ -5,45 +5,38 @@ import torch
 
 import fp4engine.te.pytorch as te
 from fp4engine.te.common.recipe import CustomRecipe, MXFP8BlockScaling
-from fp4engine.te.pytorch import (
-    DType,
-    Float8CurrentScalingQuantizer,
-    Float8Quantizer,
-    HybridQuantizer,
-    IdentityQuantizer,
-)
 
-FP8 = DType.kFloat8E4M3
+FP8 = te.DType.kFloat8E4M3
 
 
-def scaled(scale: float) -> Float8Quantizer:
-    return Float8Quantizer(torch.full((1,), scale), torch.zeros(1), FP8)
+def scaled(scale: float) -> te.Float8Quantizer:
+    return te.Float8Quantizer(torch.full((1,), scale), torch.zeros(1), FP8)
 
 
-class Halving(Float8CurrentScalingQuantizer):
+class Halving(te.Float8CurrentScalingQuantizer):
     """Quantizes half of a tensor."""
 
     def quantize_impl(self, tensor):
         return super().quantize_impl(tensor / 2)
 
 
-def floored() -> Float8CurrentScalingQuantizer:
-    return Float8CurrentScalingQuantizer(FP8, amax_epsilon=64.0)
+def floored() -> te.Float8CurrentScalingQuantizer:
+    return te.Float8CurrentScalingQuantizer(FP8, amax_epsilon=64.0)
 
 
-def existing() -> Float8CurrentScalingQuantizer:
-    return Float8CurrentScalingQuantizer(FP8, use_existing_amax=True, amax=torch.full((1,), 64.0))
+def existing() -> te.Float8CurrentScalingQuantizer:
+    return te.Float8CurrentScalingQuantizer(FP8, use_existing_amax=True, amax=torch.full((1,), 64.0))
 
 
-def hybrid(source: str) -> HybridQuantizer:
-    return HybridQuantizer(rowwise_quantizer=Halving(FP8), columnwise_quantizer=floored(), columnwise_source=source)
+def hybrid(source: str) -> te.HybridQuantizer:
+    return te.HybridQuantizer(rowwise_quantizer=Halving(FP8), columnwise_quantizer=floored(), columnwise_source=source)
 
 
 def of_inputs(answer) -> CustomRecipe:
     """Inputs by what ``answer`` makes for a role, all else in high precision."""
 
     def factory(role):
-        return answer(role) if role is not None and role.tensor_type == "input" else IdentityQuantizer()
+        return answer(role) if role is not None and role.tensor_type == "input" else te.IdentityQuantizer()
 
     return CustomRecipe(qfactory=factory)
 
@@ -83,7 +76,7 @@ def test_scales_of_two_modules_are_two() -> None:
 
 
 def test_a_method_that_makes_no_side_is_refused() -> None:
-    class Rowwise(Float8CurrentScalingQuantizer):
+    class Rowwise(te.Float8CurrentScalingQuantizer):
         def quantize_impl(self, tensor):
             self.set_usage(columnwise=False)
             return super().quantize_impl(tensor)
