@@ -18,6 +18,7 @@ ERROR = 0.06
 """How far estimated ratios of a step in BF16 to one in NVFP4 or FP8 were from measured ones at most, of one H200 or
 H100 in docs/command-line.md, "estimate"."""
 LEADERBOARD = Path(__file__).parent / "cli" / "leaderboard.json"
+"""Preset -> recipe -> its gap, as it is printed. `examples/convergence/run.py board --report` writes it."""
 
 
 class Row(NamedTuple):

@@ -9,16 +9,13 @@ book, a JSON file, or module:function.
 
 import argparse
 import json
-from pathlib import Path
 
 from fp4engine.accounting.kernels import kernels_of
 from fp4engine.accounting.table import table
+from fp4engine.advice import LEADERBOARD
 from fp4engine.recipe import Recipe, RuledRecipe, ScheduledRecipe, differences, recipe_from_argument, zoo
 from fp4engine.recipe.casts import ColumnwiseSource
 from fp4engine.recipe.linear import GEMM_OPERANDS
-
-LEADERBOARD = Path(__file__).with_name("leaderboard.json")
-"""Preset -> recipe -> its gap, as it is printed. `examples/convergence/run.py board --report` writes it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

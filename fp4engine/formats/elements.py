@@ -78,10 +78,7 @@ class ElementFormat:
     @cached_property
     def max_exponent(self) -> int:
         """Exponent of the largest binade: ``floor(log2(max_value))``."""
-        exponent = 0
-        while 2.0 ** (exponent + 1) <= self.max_value:
-            exponent += 1
-        return exponent
+        return math.frexp(self.max_value)[1] - 1
 
     def __str__(self) -> str:
         return self.name
