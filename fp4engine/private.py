@@ -2,15 +2,25 @@
 
 import logging
 import sys
+import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Held = TypeVar("Held")
 Hooks = tuple[Callable[..., Any], Callable[..., Any]]
+
+
+class PerThread(threading.local, Generic[Held]):
+    """An object of each thread: ``torch.compile`` silently drops assignments to attributes of a ``threading.local``."""
+
+    def __init__(self, make: Callable[[], Held]) -> None:
+        # No class attribute: guards of torch.compile look into the thread's own dictionary.
+        self.held = make()
 
 
 def constant_when_traced(function: Function) -> Function:

@@ -6,7 +6,6 @@ never reads it, because the plan of the forward contains everything that the bac
 
 import asyncio
 import inspect
-import threading
 import warnings
 from collections.abc import Callable
 from contextlib import ContextDecorator
@@ -18,7 +17,7 @@ import torch
 
 from fp4engine.arguments import require_member
 from fp4engine.ops.rng import RandomStream, catch_up, get_rng_state, manual_seed, set_rng_state
-from fp4engine.private import backward_pass, constant_when_traced
+from fp4engine.private import PerThread, backward_pass, constant_when_traced
 from fp4engine.quantizers.delayed import begin_step, end_step
 from fp4engine.recipe import NVFP4BlockScaling, Recipe
 from fp4engine.recipe.base import numbered, require_recipe
@@ -97,19 +96,12 @@ class _Regions:
         self.delayed = False
 
 
-class _Thread(threading.local):
-    """Holds an object, because ``torch.compile`` silently drops assignments to attributes of a ``threading.local``."""
-
-    def __init__(self) -> None:  # not class attributes: torch.compile's guards look into the thread's own dictionary
-        self.regions = _Regions()
-
-
-_thread = _Thread()
+_thread = PerThread(_Regions)
 
 
 def current_state() -> AutocastState | None:
     """The innermost region's state on this thread; None outside every region."""
-    return _thread.regions.state
+    return _thread.held.state
 
 
 def in_backward() -> bool:
@@ -123,12 +115,12 @@ def is_recomputed() -> bool:
     Activation checkpointing recomputes a forward in this situation, and the forward's own region may have closed long
     ago. This function may be called by eager code and while ``torch.compile`` traces, but may not be traced itself.
     """
-    return backward_pass() not in (-1, _thread.regions.backward)
+    return backward_pass() not in (-1, _thread.held.backward)
 
 
 def region_depth() -> int:
     """How many regions are open on this thread."""
-    return len(_thread.regions.outer)
+    return len(_thread.held.outer)
 
 
 def _current_backward() -> int:
@@ -188,7 +180,7 @@ class Region(ContextDecorator):
         if self._state is not None and not torch.compiler.is_dynamo_compiling():
             for call in on_entering:
                 call(self._state.recipe)
-        regions = _thread.regions
+        regions = _thread.held
         regions.outer.append((regions.state, regions.backward, _watch()))
         regions.state, regions.backward = self._state, _current_backward()
         if self._state is not None and _may_remember(self._state.recipe) and not in_backward():
@@ -198,7 +190,7 @@ class Region(ContextDecorator):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        regions = _thread.regions
+        regions = _thread.held
         if not (regions.outer and regions.state is self._state) and not torch.compiler.is_dynamo_compiling():
             self._become_innermost(regions)
         regions.state, regions.backward, watch = regions.outer.pop()

@@ -4,7 +4,6 @@ Source: ROCm/tensorcast b0628c5, branch ``triton``: ``tcast/common.py`` and ``do
 meaning, ``tcast/__init__.py`` for the names of formats.
 """
 
-import threading
 from collections.abc import Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any, Literal, get_args
 
 from fp4engine.arguments import require_one_of, shown
 from fp4engine.formats import E2M1, E2M3, E3M2, E4M3, E5M2, CastSpec, RoundingMode, ScaleRule, fp8, mx
+from fp4engine.private import PerThread
 
 Round = Literal["even", "away", "zero", "stochastic"]
 Scale = Literal["floor", "ceil", "midmax", "option3", "topbinade"]
@@ -71,14 +71,7 @@ class _Scope:
         self.words = Words()
 
 
-class _Thread(threading.local):
-    """Holds an object, because ``torch.compile`` silently drops assignments to attributes of a ``threading.local``."""
-
-    def __init__(self) -> None:
-        self.scope = _Scope()
-
-
-_thread = _Thread()
+_thread = PerThread(_Scope)
 
 
 def cast_defaults(
@@ -103,7 +96,7 @@ def cast_defaults(
 
 @contextmanager
 def _scope(words: Words) -> Generator[None]:
-    scope = _thread.scope
+    scope = _thread.held
     outer, scope.words = scope.words, words.over(scope.words)
     try:
         yield
@@ -130,7 +123,7 @@ def resolve(spec: CastSpec | str, words: Words) -> tuple[CastSpec, Words]:
         raise ValueError(f"spec must be an fp4engine.formats.CastSpec or one of {_list(NAMED)}, got {shown(spec)}")
     if words.scale is not None and spec not in MX:
         raise ValueError(f"scale is for formats whose block scales are powers of two, {_list(MX)}; got {spec!r}")
-    words = words.over(_thread.scope.words)
+    words = words.over(_thread.held.words)
     return _SPECS[spec, words.round or "even", (words.scale or "floor") if spec in MX else None], words
 
 

@@ -15,6 +15,7 @@ from fp4engine.arguments import shown
 from fp4engine.formats import CastSpec
 from fp4engine.ops.amax_history import record_amax
 from fp4engine.ops.cast import require_amax
+from fp4engine.private import PerThread
 from fp4engine.quantizers.base import Quantizer, as_matrix
 from fp4engine.recipe import DelayedScaling
 from fp4engine.tensor import QuantizedTensor
@@ -42,30 +43,23 @@ class _Open:
     step: _Step | None = None
 
 
-class _Thread(threading.local):
-    """Holds an object, since ``torch.compile`` silently drops assignments to attributes of a ``threading.local``."""
-
-    def __init__(self) -> None:
-        self.open = _Open()
-
-
 _MAGNITUDE = CastSpec()
 """A cast whose outer amax is the largest magnitude, which kernels find in one read."""
 
-_thread = _Thread()
+_thread = PerThread(_Open)
 _lock = threading.Lock()
 """Held while a module joins a step."""
 
 
 def begin_step() -> None:
     """Open a step of this thread, unless one is open. ``autocast`` calls this."""
-    if _thread.open.step is None:
-        _thread.open.step = _Step()
+    if _thread.held.step is None:
+        _thread.held.step = _Step()
 
 
 def end_step() -> None:
     """Close this thread's step. Modules that took part choose their next amaxes when they are used again."""
-    step, _thread.open.step = _thread.open.step, None
+    step, _thread.held.step = _thread.held.step, None
     if step is not None:
         step.is_open = False
         for memory in step.memories.values():
@@ -167,7 +161,7 @@ class AmaxHistory:
         Raises:
             RuntimeError: they take part in another thread's step, which is still open.
         """
-        step = _thread.open.step
+        step = _thread.held.step
         if step is None or self._step is step:
             return self
         with _lock:
@@ -279,7 +273,7 @@ class AmaxHistory:
         """A copy, whose step ends with the step that is open on this thread if this history takes part in that."""
         copied = memo[id(self)] = object.__new__(type(self))
         vars(copied).update(copy.deepcopy(self.__getstate__(), memo))
-        step = _thread.open.step
+        step = _thread.held.step
         if step is not None and (self._step is step or id(self) in step.memories):  # a copy that was not used itself
             step.memories[id(copied)] = {"": copied}
         return copied

@@ -47,7 +47,7 @@ class _Thread(threading.local):
         to_show: functions to call when the outermost region is left.
     """
 
-    def __init__(self) -> None:  # not class attributes, as in fp4engine.state
+    def __init__(self) -> None:  # not class attributes, as in fp4engine.private
         self.open: list[Open] = []
         self.stores_by: FrozenRecipe | None = None
         self.keeps_init_val = False
