@@ -106,7 +106,7 @@ def html(comparison: Comparison, about: About) -> str:
         precision=next(iter(comparison.baseline.runs.values())).header.get("precision", "high precision"),
         noise=statistics.root_mean_square(comparison.noise),
         pairs=len(comparison.noise),
-        charts=_charts(comparison, arms),
+        charts=_charts(comparison, arms, about.unit),
         costs={arm.label: costs for arm in comparison.arms if (costs := _costs(about, arm.label))},
         signals={arm.label: table for arm in comparison.arms if (table := _signals(arm))},
         gradients=_gradients(comparison.arms),
@@ -121,7 +121,7 @@ def html(comparison: Comparison, about: About) -> str:
     )
 
 
-def _charts(comparison: Comparison, arms: Sequence[Arm]) -> list[tuple[str, str]]:
+def _charts(comparison: Comparison, arms: Sequence[Arm], unit: str) -> list[tuple[str, str]]:
     """Captions and SVGs."""
     if not arms:
         return []
@@ -134,12 +134,12 @@ def _charts(comparison: Comparison, arms: Sequence[Arm]) -> list[tuple[str, str]
         ),
         (
             "The gap on the way. The line is the mean over seeds, the band reaches from the best seed to the worst.",
-            pictures.svg(lambda axes: pictures.courses(axes, comparison, arms)),
+            pictures.svg(lambda axes: pictures.courses(axes, comparison, arms, unit)),
         ),
         (
             "Losses. Lines are training losses, dots validation losses, bands the range of the seeds. What matters is "
             "often too small to be seen here.",
-            pictures.svg(lambda axes: pictures.losses(axes, comparison, arms)),
+            pictures.svg(lambda axes: pictures.losses(axes, comparison, arms, unit)),
         ),
     ]
 

@@ -71,9 +71,9 @@ def finals(axes: Axes, comparison: Comparison, arms: Sequence[Arm]) -> None:
         axes.legend(fontsize="small", loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
 
 
-def courses(axes: Axes, comparison: Comparison, arms: Sequence[Arm]) -> None:
-    """The gap over the run, mean over seeds and the range of the seeds."""
-    scale, unit = _scale(comparison)
+def courses(axes: Axes, comparison: Comparison, arms: Sequence[Arm], unit: str) -> None:
+    """The gap over the run, mean over seeds and the range of the seeds; a token is a ``unit``."""
+    scale, name = _scale(comparison, unit)
     for place, arm in enumerate(arms):
         of_seeds = [
             _course(run, comparison.baseline.runs[seed])
@@ -85,22 +85,22 @@ def courses(axes: Axes, comparison: Comparison, arms: Sequence[Arm]) -> None:
     axes.axhline(0, color="black", linewidth=0.8)
     if math.isfinite(comparison.tolerance):
         axes.axhline(comparison.tolerance, color="#b00020", linewidth=1, linestyle="--")
-    axes.set(xlabel=unit, ylabel=f"{comparison.measure.partition(' of ')[0]} above\nthe baseline's, %")
+    axes.set(xlabel=name, ylabel=f"{comparison.measure.partition(' of ')[0]} above\nthe baseline's, %")
     axes.grid(alpha=0.3)
     if arms:
         axes.legend(fontsize="small", frameon=False)
 
 
-def losses(axes: Axes, comparison: Comparison, arms: Sequence[Arm]) -> None:
+def losses(axes: Axes, comparison: Comparison, arms: Sequence[Arm], unit: str) -> None:
     """Training losses of baseline and recipes, mean over seeds and the range of the seeds, and validation losses."""
-    scale, unit = _scale(comparison)
+    scale, name = _scale(comparison, unit)
     shown = [(comparison.baseline, BASELINE_COLOR), *((arm, color_of(place)) for place, arm in enumerate(arms))]
     for arm, color in shown:
         _band(axes, scale, _shared([_smooth(run) for run in arm.runs.values()]), color, arm.label)
         by_step = _shared([dict(run.validation) for run in arm.runs.values()])
         means = [stats.fmean(values) for values in by_step.values()]
         axes.plot([step * scale for step in by_step], means, "o", color=color, markersize=3.5)
-    axes.set(xlabel=unit, ylabel="loss, nats per token")
+    axes.set(xlabel=name, ylabel=f"loss, nats per {unit}")
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("{x:g}")
@@ -140,13 +140,13 @@ def ratios(axes: Axes, of_recipes: Mapping[str, Sequence[tuple[int, float]]], th
     axes.legend(fontsize="small", frameon=False)
 
 
-def _scale(comparison: Comparison) -> tuple[float, str]:
+def _scale(comparison: Comparison, unit: str) -> tuple[float, str]:
     """What steps are multiplied by on the horizontal axis, and its name."""
     tokens = {run.header.get("tokens_per_step") for run in comparison.results}
     if len(tokens) != 1 or (of_step := tokens.pop()) is None:
         return 1.0, "step"
     last = max(run.end.get("steps", 0) for run in comparison.results) * of_step
-    return (of_step / 1e6, "million tokens") if last >= 1e6 else (of_step / 1e3, "thousand tokens")
+    return (of_step / 1e6, f"million {unit}s") if last >= 1e6 else (of_step / 1e3, f"thousand {unit}s")
 
 
 def _course(run: Result, baseline: Result) -> dict[int, float]:

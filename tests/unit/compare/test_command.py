@@ -118,7 +118,7 @@ def test_one_command_makes_runs_a_table_and_a_page(folder: Path, capsys) -> None
     for said in (
         "nvfp4: within 100%", "Where the gap comes from", "By matrix product", "√3",
         "How much of each number survives", "on a B200", "What these runs cannot say", "gave the same bytes twice",
-        "blocks.1.up", "bytes per parameter",
+        "blocks.1.up", "bytes per parameter", "nats per byte",
     ):  # fmt: skip
         assert said in page, said
     assert "<script" not in page and not re.search(r'(src|href)="(?!#)', page) and "NaN" not in page
