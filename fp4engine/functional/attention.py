@@ -202,6 +202,20 @@ def require_core_attention_bias(kind: str, bias: Tensor | None) -> None:
         )
 
 
+def rotary_pair(rotary_pos_emb: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """The angles of queries and of keys: a pair, or one tensor for both.
+
+    Raises:
+        ValueError: neither a tensor nor a pair of tensors.
+    """
+    given = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
+    if len(given) != 2 or not all(isinstance(angles, Tensor) for angles in given):
+        kinds = ", ".join(type(angles).__name__ for angles in given)
+        got = f"a tuple of {len(given)} ({kinds})" if given is rotary_pos_emb else type(rotary_pos_emb).__name__
+        raise ValueError(f"rotary_pos_emb must be a tensor of angles, or a pair of them, got {got}")
+    return given
+
+
 def rotate(x: Tensor, angles: Tensor, interleaved: bool = False, dtype: torch.dtype = torch.float32) -> Tensor:
     """Rotary position embedding: ``x cos(a) + half_turn(x) sin(a)`` on the first R of D components.
 

@@ -12,7 +12,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from fp4engine.arguments import require_bool, require_bools, require_integer, require_one_of, require_rate
-from fp4engine.functional.attention import AttentionMask, attention, require_core_attention_bias, rotate
+from fp4engine.functional.attention import AttentionMask, attention, require_core_attention_bias, rotary_pair, rotate
 from fp4engine.modules.layernorm_linear import LayerNormLinear
 from fp4engine.modules.linear import Linear
 from fp4engine.modules.norm import LayerNorm, RMSNorm
@@ -305,9 +305,9 @@ class MultiheadAttention(torch.nn.Module):
         if self.qk_norm_before_rope:
             query, key = self._normalize(query, key)
         if rotary_pos_emb is not None:
-            pair = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
-            query = rotate(query, pair[0], self.rotary_pos_interleaved)
-            key = rotate(key, pair[1], self.rotary_pos_interleaved)
+            of_query, of_key = rotary_pair(rotary_pos_emb)
+            query = rotate(query, of_query, self.rotary_pos_interleaved)
+            key = rotate(key, of_key, self.rotary_pos_interleaved)
         return (query, key) if self.qk_norm_before_rope else self._normalize(query, key)
 
     def _normalize(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ from fp4engine.functional.attention import MASK_TYPES, AttentionMask, attention,
 from fp4engine.modules.attention import L2Normalization, MultiheadAttention
 from fp4engine.modules.transformer import TransformerLayer
 from fp4engine.recipe import CustomRecipe, NVFP4BlockScaling
+from fp4engine.te.pytorch import MultiheadAttention as TEMultiheadAttention
 from fp4engine.te.pytorch import TransformerLayer as TETransformerLayer
 
 RECIPE = NVFP4BlockScaling()
@@ -157,6 +158,17 @@ def test_what_is_no_tensor_is_refused_by_name():
         layer(inp, attention_mask="x")
     with pytest.raises(ValueError, match=r"rotary_pos_emb must be a tensor of angles, .* got str"):
         layer(inp, attention_mask=torch.zeros(1, 1, 1, 3, dtype=torch.bool), rotary_pos_emb="x")
+
+
+@pytest.mark.parametrize("kind", [fp4engine.MultiheadAttention, TEMultiheadAttention], ids=["fp4engine", "te"])
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_a_pair_of_angles_is_of_two(kind, count):
+    angles = (torch.zeros(4, 1, 1, 16),) * count
+    said = rf"rotary_pos_emb must be a tensor of angles, or a pair of them, got a tuple of {count} \("
+    with pytest.raises(ValueError, match=said):
+        kind(32, 2)(torch.randn(4, 2, 32), rotary_pos_emb=angles)
+    with pytest.raises(ValueError, match=r"got a tuple of 2 \(Tensor, NoneType\)"):
+        kind(32, 2)(torch.randn(4, 2, 32), rotary_pos_emb=(torch.zeros(4, 1, 1, 16), None))
 
 
 @pytest.mark.parametrize("batches", [(1, 3), (2, 1)], ids=str)

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from fp4engine import modules
 from fp4engine.arguments import require_one_of
+from fp4engine.functional.attention import rotary_pair
 from fp4engine.modules.attention import L2Normalization
 from fp4engine.modules.inputs import cast_by_autocast
 from fp4engine.te.pytorch.arguments import Arguments, Placed, rest_of
@@ -129,13 +130,12 @@ class MultiheadAttention(Placed, OnOneRank, modules.MultiheadAttention):
 
     def _turned(self, query: Tensor, key: Tensor, angles: Any, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """Query and key turned by ``angles``, or each by its own of a pair, by the arguments of the forward."""
-        pair = angles if isinstance(angles, tuple) else (angles, angles)
         cache: InferenceParams | None = given["inference_params"]
         starts = None if cache is None else cache.get_seqlens_pre_step()
         is_padded = given["pad_between_seqs"] is not False and given["cu_seqlens_q_padded"] is not None
         ends = [given[f"cu_seqlens_{which}{'_padded' if is_padded else ''}"] for which in ("q", "kv")]
         turned = [
             apply_rotary_pos_emb(t, own, self.layout, starts, self.rotary_pos_interleaved, cu_seqlens=end)
-            for t, own, end in zip((query, key), pair, ends, strict=True)
+            for t, own, end in zip((query, key), rotary_pair(angles), ends, strict=True)
         ]
         return turned[0], turned[1]
