@@ -381,7 +381,15 @@ class _FromFunction(Source):
         function = self._loss
         if function is None:
             function = self._loss = self._call()[1]
-        loss = function(model, tokens)
+        try:
+            loss = function(model, tokens)
+        except IndexError as error:  # what an embedding on a CPU raises says neither which token nor how many rows
+            most = int(tokens.max())
+            raise InputError(
+                f"--model: the loss of {self.name}() fails on a batch whose largest token id is {most} "
+                f"({one_line(error)}); an embedding needs {most + 1} rows or more for it, or {self.name}() an encode "
+                "that makes smaller ids"
+            ) from error
         is_tensor = isinstance(loss, Tensor)
         if is_tensor and loss.numel() == 1 and (loss.requires_grad or not torch.is_grad_enabled()):
             return loss

@@ -67,6 +67,9 @@ def no_gradient():
 
 def no_tensor():
     return small()[0], lambda model, tokens: 3.0
+
+def few_rows():
+    return small()[0], TinyTask().loss
 """
 
 RECIPES = """
@@ -242,6 +245,12 @@ def test_a_loss_is_one_number_with_a_gradient(name: str, got: str, folder: Path)
     with torch.no_grad():
         if name == "no_gradient":
             source.loss(source.make(torch.float32), torch.zeros(2, 5, dtype=torch.int64))
+
+
+def test_a_token_beyond_the_models_rows_is_named(folder: Path, capsys) -> None:
+    told = refused(capsys, *QUICK, "--model=my_model.py:few_rows", "--jobs=1", "--seeds=1")
+    assert "--model: the loss of my_model.py:few_rows() fails on a batch whose largest token id is 117 (IndexErr" in told
+    assert "an embedding needs 118 rows or more" in told
 
 
 def test_a_model_is_known_by_all_files_that_its_classes_are_in(folder: Path) -> None:
