@@ -249,7 +249,7 @@ def test_a_loss_is_one_number_with_a_gradient(name: str, got: str, folder: Path)
 
 def test_a_token_beyond_the_models_rows_is_named(folder: Path, capsys) -> None:
     told = refused(capsys, *QUICK, "--model=my_model.py:few_rows", "--jobs=1", "--seeds=1")
-    assert "--model: the loss of my_model.py:few_rows() fails on a batch whose largest token id is 117 (IndexErr" in told
+    assert "the loss of my_model.py:few_rows() fails on a batch whose largest token id is 117 (IndexErr" in told
     assert "an embedding needs 118 rows or more" in told
 
 
