@@ -5,7 +5,6 @@ by what follows the recipe and by nothing else. How far two runs end apart that 
 additions alone is the noise below which nothing is said.
 """
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,8 +18,7 @@ from fp4engine.compare.recorder import AGAIN, HIGH_PRECISION, Run
 from fp4engine.compare.results import read
 from fp4engine.compare.runner import Job, Runner
 from fp4engine.compare.task import Task
-from fp4engine.inspect.search import keeping, last_quarter, members_of, only
-from fp4engine.inspect.watch import layers_of
+from fp4engine.inspect.search import flops_of, keeping, last_quarter, members_of, only, parts_of
 from fp4engine.names import literal
 from fp4engine.recipe import Recipe
 from fp4engine.recipe.linear import GEMM_OPERANDS
@@ -139,9 +137,9 @@ def measure(task: Task, recipe: Recipe, model: nn.Module, runner: Runner) -> Sen
     Raises:
         ValueError: the recipe's casts depend on the module or on earlier steps; the baseline diverges.
     """
-    of = layers_of(model)
-    units = units_of(of)
-    members = members_of(list(of), units)
+    sizes = flops_of(model)
+    units = units_of(sizes)
+    members = members_of(list(sizes), units)
     alone = {unit: only(names, recipe) for unit, names in members.items()}
     products = {gemm: keeping(recipe, pair) for gemm, pair in GEMM_OPERANDS.items()}
     products = {gemm: made for gemm, made in products.items() if made != keeping(recipe, ())}
@@ -155,8 +153,7 @@ def measure(task: Task, recipe: Recipe, model: nn.Module, runner: Runner) -> Sen
     by_layer = {row["layer"]: row["divergence"] for row in effects if "layer" in row}
     divergence = {unit: sum(by_layer.get(name, 0.0) for name in names) for unit, names in members.items()}
     losses = make_run(task, runner)
-    shape = {unit: sum(math.prod(of[name].weight_shape()) for name in names) for unit, names in members.items()}
-    share = min(SHARE, 1 - max(shape.values()) / sum(shape.values()))
+    share = min(SHARE, 1 - max(parts_of(sizes, members).values()))
     advice = inspect.sensitivity(losses, model, recipe, share=share, units=units, budget=len(units) + 3)
     high = last_quarter(losses(HIGH_PRECISION))
     apart: list[float] = []

@@ -305,7 +305,8 @@ def record(
         model: a converted model, also one compiled or wrapped for data-parallel training.
         out: a folder; rows are appended to its ``record.jsonl``.
         every: steps from one recorded step to the next, counted from step 0.
-        layers: patterns over the names of the layers, see :func:`fp4engine.names.covers`.
+        layers: patterns over the names of the layers, see :func:`fp4engine.names.covers`. A name is the layer's path
+            in ``model`` without what wrappers add to it, such as ``module`` and ``_orig_mod``.
         optimizer: whose ``step()`` ends a step; None is the one optimizer that holds parameters of the model, and
             ``"by hand"`` means that the loop calls :meth:`Recorder.step`.
         first_step: number of the first step, for a run that is resumed.

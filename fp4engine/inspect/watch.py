@@ -4,6 +4,7 @@ A watched layer computes as ever. Its operands are made a second time by its own
 with the draw that the step takes, and the random stream is left where it stood.
 """
 
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,7 @@ from fp4engine.functional.eager import Eager
 from fp4engine.functional.program import Request
 from fp4engine.functional.shards import Shards, Wholes
 from fp4engine.modules import Gemms
+from fp4engine.modules.identity import plain_path
 from fp4engine.modules.sharded import is_distributed, layout_of
 from fp4engine.quantizers import Quantizer
 from fp4engine.quantizers.base import as_matrix
@@ -167,12 +169,13 @@ class _Watched:
 
 
 def layers_of(model: torch.nn.Module) -> dict[str, Gemms]:
-    """Every layer of ``model`` that multiplies by a weight, by its name there without a compiled model's wrapper."""
-    return {
-        ".".join(part for part in name.split(".") if part != "_orig_mod"): module
-        for name, module in model.named_modules()
-        if isinstance(module, Gemms)
-    }
+    """Every layer of ``model`` that multiplies by a weight, by its path there without what wrappers add.
+
+    Where that is the path of two, as of what PEFT has copied, each has its whole path.
+    """
+    layers = {path: module for path, module in model.named_modules() if isinstance(module, Gemms)}
+    times = Counter(map(plain_path, layers))
+    return {path if times[plain_path(path)] > 1 else plain_path(path): layer for path, layer in layers.items()}
 
 
 @contextmanager

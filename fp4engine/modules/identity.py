@@ -72,7 +72,7 @@ class Root:
             return
         for path, module in model.named_modules(remove_duplicate=False):
             own = vars(module).get("_identity")
-            if isinstance(own, Identity) and own.root is self and _plain(path) not in map(_plain, own.paths):
+            if isinstance(own, Identity) and own.root is self and plain_path(path) not in map(plain_path, own.paths):
                 raise ValueError(
                     f"{own.name!r} is at {path!r} too since its model was converted, and recipes see a layer by one "
                     f"name: {_WAYS_OUT}"
@@ -174,7 +174,7 @@ class Identity(NamedTuple):
         if any(_at(model, path) is layer for path in self.now):
             return self
         now = tuple(path for path, module in model.named_modules(remove_duplicate=False) if module is layer)
-        if any(_plain(path) in map(_plain, self.paths) for path in now):
+        if any(plain_path(path) in map(plain_path, self.paths) for path in now):
             return self._replace(now=now)
         where = f"is at {now[0]!r} now" if now else f"is not in that {type(model).__name__}"
         raise ValueError(
@@ -329,7 +329,7 @@ def require_paths(recipe: Recipe, model: nn.Module) -> None:
     for path, layer in model.named_modules():
         if not isinstance(layer, Named) or layer._identity is None or not path:
             continue
-        here, name = _name_at(layer, _plain(path)), layer._identity.name
+        here, name = _name_at(layer, plain_path(path)), layer._identity.name
         is_part = f".{here}".endswith(f".{name}") or f".{name}".endswith(f".{here}")
         if not is_part and not set(recipe.rules_about(here)) <= set(recipe.rules_about(name)):
             raise ValueError(
@@ -366,7 +366,7 @@ def _at(model: nn.Module, path: str) -> nn.Module | None:
     return module
 
 
-def _plain(path: str) -> str:
+def plain_path(path: str) -> str:
     """``path`` without what wrappers add."""
     parts = path.split(".")
     copies = {index + 1 for index, part in enumerate(parts) if part == _COPIES}

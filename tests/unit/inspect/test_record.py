@@ -8,6 +8,7 @@ import sys
 import threading
 import types
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -16,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import fp4engine
 from fp4engine import LayerNormMLP, inspect, ops
@@ -643,6 +645,40 @@ def test_a_compiled_model_is_recorded_by_eager_steps(tmp_path: Path) -> None:
     recorded = train(recipe, 4, tmp_path, model=compiled, every=2)
     assert eager[0] == recorded[0]
     assert {row["layer"] for row in rows_of(tmp_path, "operand")} == {"first", "mlp.fc1", "mlp.fc2"}
+
+
+WRAPPERS = {
+    "DistributedDataParallel": nn.parallel.DistributedDataParallel,
+    "DataParallel": nn.DataParallel,
+    "compiled": partial(torch.compile, backend="eager"),
+    "checkpointed": partial(checkpoint_wrapper, context_fn=fp4engine.recompute_contexts),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+def test_wrappers_change_no_name_in_a_record(wrap, group_of_one, tmp_path: Path) -> None:
+    train(zoo.make("nvfp4"), 1, tmp_path / "plain", layers=["first", "mlp"])
+    model = make_model()
+    model.mlp = wrap(model.mlp)
+    train(zoo.make("nvfp4"), 1, tmp_path / "part", model=model, layers=["first", "mlp"])
+    train(zoo.make("nvfp4"), 1, tmp_path / "whole", model=wrap(make_model()), layers=["first", "mlp"])
+    records = {name: inspect.read(tmp_path / name) for name in ("plain", "part", "whole")}
+    names = {name: {row["layer"] for row in rows if row["kind"] == "gemm"} for name, rows in records.items()}
+    assert list(names.values()) == [{"first", "mlp.fc1", "mlp.fc2"}] * 3
+    assert records["whole"][0]["roles"] == records["plain"][0]["roles"]
+    assert [record["layers"] for record, *_ in records.values()] == [["first", "mlp.fc1", "mlp.fc2"]] * 3
+    page = report.html(records, "side by side")
+    assert not re.search("_orig_mod|module[.]|_checkpoint_wrapped", page)
+
+
+def test_what_a_wrapper_copies_is_not_taken_for_what_it_wraps() -> None:
+    """As PEFT's wrapper of a module that is trained besides."""
+    first, copied = fp4engine.Linear(16, 16), fp4engine.Linear(16, 16)
+    head = nn.ModuleDict({"original_module": first, "modules_to_save": nn.ModuleDict({"default": copied})})
+    found = layers_of(nn.ModuleDict({"body": nn.ModuleDict({"module": first}), "head": head}))
+    assert found == {"body": first, "head": copied}
+    found = layers_of(nn.ModuleDict({"head": head}))
+    assert found == {"head.original_module": first, "head.modules_to_save.default": copied}
 
 
 def test_tensorboard_is_asked_for_by_name(tmp_path: Path, monkeypatch) -> None:
