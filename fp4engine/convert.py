@@ -21,6 +21,7 @@ from fp4engine.accounting.planned import (
     other_matrices,
     plan_module,
 )
+from fp4engine.accounting.table import collapsed
 from fp4engine.arguments import require_bool, require_callable, require_integer, require_model, require_patterns
 from fp4engine.modules import Gemms, Linear
 from fp4engine.modules.adoption import (
@@ -41,6 +42,9 @@ from fp4engine.quantizers.base import FLOATS
 from fp4engine.recipe import Recipe
 
 ModuleFilter = Callable[[nn.Module, str], bool]
+
+_NAMED = 4
+"""The most layers, or groups of alike ones, that an error lists."""
 
 
 def convert(
@@ -75,7 +79,8 @@ def convert(
         ValueError: ``model`` is an ``nn.Linear`` or has no linear module, a pattern covers none or one that is
             fp4engine's already, modules cannot follow ``recipe`` outside regions (it is a schedule, or has delayed
             scaling), a rule of it matches no module, or one name of a module and not another, or another argument is
-            of another kind. The model is then as it was.
+            of another kind; or nothing at all can be converted, and not because the arguments leave it alone. The model
+            is then as it was.
     """
     require_own_recipe(recipe)
     plan = convert_for_regions(model, recipe, module_filter_fn, keep_high_precision, adapters)
@@ -200,6 +205,8 @@ def _convert_linears(
             if not reason and module_filter_fn is not None and not module_filter_fn(module, name):
                 reason = "module_filter_fn said no"
         reasons[name] = reason
+    if all(reasons.values()):
+        _require_asked(model, {name: linears[name] for name in linears if name not in kept}, reasons, module_filter_fn)
     swaps: dict[nn.Module, Linear] = {
         module: Linear.from_linear(module)
         for name, module in linears.items()
@@ -221,6 +228,34 @@ def _convert_linears(
                 setattr(parent, child_name, swaps[child])
     identify(model)
     return plan
+
+
+def _require_asked(
+    model: nn.Module,
+    linears: dict[str, nn.Linear | Gemms],
+    reasons: dict[str, str],
+    module_filter_fn: ModuleFilter | None,
+) -> None:
+    """Check that the caller has asked to leave alone all of ``linears``, which ``keep_high_precision`` does not name.
+
+    Raises:
+        ValueError: naming some for which that is not so, and why they are left alone.
+    """
+    # what could still be adopted was declined, and so was an attention's projection with it
+    declined = {m.out_proj for _, m, _ in adoptable(model) if isinstance(m, nn.MultiheadAttention)}
+    left = [
+        (name, reasons[name])
+        for name, module in linears.items()
+        if module not in declined and (module_filter_fn is None or module_filter_fn(module, name))
+    ]
+    if left:
+        named = [f"{name} ({why})" for name, why in collapsed(left)]
+        more = f"; and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
+        raise ValueError(
+            f"nothing below this {type(model).__name__} can be converted, so all of it would compute in high "
+            f"precision: {'; '.join(named[:_NAMED])}{more}. Convert before layers are wrapped or their forward is "
+            "replaced; or name what is to stay in high precision, keep_high_precision=..."
+        )
 
 
 def last_blocks(model: nn.Module, count: int) -> tuple[str, ...]:

@@ -184,6 +184,28 @@ def test_modules_that_a_swap_would_change_are_left_alone_with_a_reason(
         assert reason in reasons["odd"]
 
 
+def test_nothing_to_convert_is_refused_unless_that_was_asked() -> None:
+    hooked = Model(12)
+    for layer in hooked.modules():
+        if isinstance(layer, nn.Linear):
+            add_hook_to_module(layer, ModelHook())
+    before = list(hooked.modules())
+    said = r"nothing below this Model .* layers.{0..11}.up x12 \(its forward was replaced .*\); layers"
+    with pytest.raises(ValueError, match=said):
+        fp4engine.convert(hooked, NVFP4BlockScaling(), keep_high_precision=["lm_head"])
+    with pytest.raises(ValueError, match=said):
+        fp4engine.convert(hooked, module_filter_fn=lambda module, name: name != "lm_head")
+    assert list(hooked.modules()) == before and not any(hasattr(module, "executed") for module in before)
+    for asked in ({"keep_high_precision": ["**"]}, {"module_filter_fn": lambda module, name: False}):
+        for model in (hooked, Model(1), nn.TransformerEncoderLayer(16, 2, 32)):
+            assert not fp4engine.convert(model, **asked).converted
+    attention = nn.ModuleDict({"attn": nn.MultiheadAttention(16, 2)})
+    assert not fp4engine.convert(attention, keep_high_precision=["attn.in_proj_weight"]).converted
+    assert len(fp4engine.convert(attention).converted) == 2
+    hooked.more = fp4engine.Linear(16, 16)
+    assert [module.name for module in fp4engine.convert(hooked).converted] == ["more"]
+
+
 @pytest.mark.parametrize("trained", [False, True])
 def test_a_spectral_norm_that_is_left_alone_goes_on_as_before_and_is_counted(trained: bool) -> None:
     """It takes a step whenever its weight is computed, and the count of products must not make it take more."""
