@@ -1,5 +1,6 @@
 """Who a layer is: its path within the model that was given to ``convert``, checked whenever a rule asks for it."""
 
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from itertools import count
@@ -61,6 +62,9 @@ class Root:
 
         Raises:
             ValueError: it is not so.
+
+        Warns:
+            UserWarning: all layers that a rule matched have been taken out of the model since it was converted.
         """
         model = self.model
         assert model is not None
@@ -70,7 +74,10 @@ class Root:
         self._asked.add(id(layer))
         if recipe.number in self._fits:
             return
+        here: set[str] = set()
         for path, module in model.named_modules(remove_duplicate=False):
+            if isinstance(module, Named | nn.Linear):
+                here.add(_name_at(module, plain_path(path)))
             own = vars(module).get("_identity")
             if isinstance(own, Identity) and own.root is self and plain_path(path) not in map(plain_path, own.paths):
                 raise ValueError(
@@ -86,6 +93,15 @@ class Root:
                 "own, or convert models that share one, or the parts of one, together, below one module"
             ) from None
         self._fits.add(recipe.number)
+        if isinstance(recipe, RuledRecipe):
+            try:
+                recipe.check(name for names in self.names for name in names if plain_path(name) in here)
+            except ValueError as error:  # no more than a warning, since a stage of a pipeline lacks others' layers
+                warnings.warn(
+                    f"{error}. What they matched when this {type(model).__name__} was converted is not in it any more; "
+                    "unless another stage of a pipeline has it, write rules about the layers that are left",
+                    stacklevel=2,
+                )
 
     def look(self, model: nn.Module) -> None:
         """Forget what was found if ``model``, which this is the root of, has other modules now."""

@@ -236,6 +236,34 @@ def test_cutting_is_seen_after_the_layers_have_run() -> None:
     assert model.layers[1].up.name == "layers.1.up"
 
 
+@pytest.mark.parametrize("own", [False, True], ids=["region", "own recipe"])
+@pytest.mark.parametrize("has_run", [False, True])
+def test_a_rule_whose_last_layers_are_taken_out_is_told_once(own: bool, has_run: bool) -> None:
+    recipe = RuledRecipe(NVFP4, (Rule(HIGH, "layers.1"), Rule(HIGH, blocks=(2, 3))))
+    model = converted(recipe if own else None)
+    if has_run:
+        assert len(in_high_precision(model, None if own else recipe)) == 4
+    twin = copy.deepcopy(model)
+    for each in (model, twin):
+        del each.layers[2]
+        with pytest.warns(UserWarning, match=r"match no module: name='[*]' in blocks \(2, 3\).* not in it any more"):
+            found = in_high_precision(each, None if own else recipe)
+        assert found == in_high_precision(each, None if own else recipe) == {"layers.1.up", "layers.1.down"}
+    assert in_high_precision(model, ruled("head")) == {"head"}
+
+
+def test_compiled_blocks_tell_that_a_rule_matches_nothing_any_more() -> None:
+    torch._dynamo.reset()
+    model, recipe = converted(), ruled("layers.2")
+    for block in model.layers:
+        block.compile(backend="eager")
+    with fp4engine.autocast(recipe=recipe):
+        model(X)
+    del model.layers[2]
+    with fp4engine.autocast(recipe=recipe), pytest.warns(UserWarning, match=r"name='layers.2'.* any more"):
+        model(X)
+
+
 SECOND_PLACES: dict[str, Callable[[nn.ModuleList], object]] = {
     "append": lambda layers: layers.append(layers[1]),
     "insert": lambda layers: layers.insert(3, layers[1]),
