@@ -1,5 +1,6 @@
 """A GPU as Triton and this package see it: a driver that starts kernels, and memory."""
 
+import gc
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from triton.runtime.driver import driver
 
 from fp4engine import capability as machine
 from fp4engine import kernels
+from fp4engine.kernels import launch
 from fp4engine.kernels.target import hardware_of
 from tests.answers import forget
 from tests.emulated_gpu.code import Code
@@ -62,11 +64,11 @@ class Launcher:
     def __call__(self, *given: Any) -> None:
         programs, code, arguments = given[0], given[4], given[9:]
         passed = [pair for pair in zip(self._types, arguments, strict=True) if pair[0] != "constexpr"]
-        memory = Memory([tensor for type_, tensor in passed if type_.startswith("*")])
+        memory = Memory([storage_of(argument) for type_, argument in passed if type_.startswith("*")])
         packed = []
         for type_, argument in passed:
             if type_.startswith("*"):
-                packed.append(struct.pack("<Q", memory.address(argument)))
+                packed.append(struct.pack("<Q", memory.address(address_of(argument))))
             else:
                 packed.append(struct.pack(FORMATS[type_], argument))
         packed += [bytes(8)] * 2  # Triton's own scratch, which these kernels do without
@@ -75,13 +77,29 @@ class Launcher:
         memory.give_back()
 
 
+def address_of(pointer: torch.Tensor | int) -> int:
+    """What is passed for a pointer: a tensor by a kernel's first call, its address by later ones."""
+    return pointer if isinstance(pointer, int) else pointer.data_ptr()
+
+
+def storage_of(pointer: torch.Tensor | int) -> torch.UntypedStorage:
+    """The storage in which lies what is passed for a pointer."""
+    if not isinstance(pointer, int):
+        return pointer.untyped_storage()
+    for found in gc.get_objects():
+        if type(found) in (torch.Tensor, torch.nn.Parameter) and not found.is_meta:
+            storage = found.untyped_storage()
+            if storage.data_ptr() <= pointer < storage.data_ptr() + max(storage.nbytes(), 1):
+                return storage
+    raise ValueError(f"no tensor lies at {pointer:#x}")
+
+
 class Memory:
     """The bytes of tensors, one after the other; a kernel must not write what is between them."""
 
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
+    def __init__(self, storages: list[torch.UntypedStorage]) -> None:
         self._views = {
-            place: torch.empty(0, dtype=torch.uint8).set_(storage).numpy() for place, storage in storages.items()
+            storage.data_ptr(): torch.empty(0, dtype=torch.uint8).set_(storage).numpy() for storage in storages
         }
         self._places: dict[int, int] = {}
         end = ROOM
@@ -96,9 +114,9 @@ class Memory:
     def _slice(self, place: int) -> slice:
         return slice(self._places[place], self._places[place] + len(self._views[place]))
 
-    def address(self, tensor: torch.Tensor) -> int:
-        place = tensor.untyped_storage().data_ptr()
-        return self._places[place] + tensor.data_ptr() - place
+    def address(self, pointer: int) -> int:
+        place = max(place for place in self._places if place <= pointer)
+        return self._places[place] + pointer - place
 
     def give_back(self) -> None:
         """Give the tensors what the kernel has written."""
@@ -116,6 +134,7 @@ def emulated(capability: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(driver, "_active", Driver(capability))
         patch.setattr(machine, "read_flag", lambda *_: True)
+        patch.setattr(launch, "current_stream", lambda index: 0)
         for module in modules:
             if hasattr(module, "device_facts"):
                 patch.setattr(module, "device_facts", lambda device: facts)

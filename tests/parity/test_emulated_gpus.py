@@ -15,7 +15,7 @@ import fp4engine
 from fp4engine import ops, reference
 from fp4engine.formats import E4M3, E5M2, CastSpec, fp8, fp8_block
 from fp4engine.kernels import compiling
-from fp4engine.kernels.launch import Launch
+from fp4engine.kernels.launch import Launch, _Starts
 from fp4engine.recipe import Float8CurrentScaling, NVFP4BlockScaling, zoo
 from tests.emulated_gpu import emulated
 from tests.parity import test_block_casts as block_casts
@@ -140,8 +140,10 @@ def test_products(capability, shape):
 
 
 @pytest.mark.parametrize("capability", [86])
-def test_a_step_of_a_layer(capability):
-    """Its products are the reference's to FP32's order of summation."""
+def test_a_step_of_a_layer(capability, monkeypatch):
+    """Its products are the reference's to FP32's order of summation; kernels that are started again give the same."""
+    again, start = [], _Starts.__call__
+    monkeypatch.setattr(_Starts, "__call__", lambda self, *call: again.append(call) or start(self, *call))
 
     def step() -> list[torch.Tensor]:
         torch.manual_seed(0)
@@ -157,6 +159,9 @@ def test_a_step_of_a_layer(capability):
     ops.reset_executed_paths()
     with emulated(capability):
         found = step()
+        assert not again
+        repeated = step()
+    assert len(again) == 2 and all(map(torch.equal, repeated, found))
     assert {path.split("/")[1] for path in ops.executed_paths()} == {"triton"}
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
