@@ -66,8 +66,9 @@ def _page_of(arguments: argparse.Namespace) -> int:
     comparison = compare(read_folders(folders), arguments.tolerance)
     out = Path(arguments.out or folders[0])
     out.mkdir(parents=True, exist_ok=True)
-    parameters = next(iter(comparison.baseline.runs.values())).header.get("parameters", 0)
-    publish(out, comparison, About(folders[0].resolve().name, parameters=parameters))
+    said = next(iter(comparison.baseline.runs.values())).header
+    known = {name: said[name] for name in ("parameters", "unit") if name in said}
+    publish(out, comparison, About(folders[0].resolve().name, **known))
     return comparison.code
 
 

@@ -104,7 +104,8 @@ class Recorder:
         label: what tables call the run; None is what names the recipe.
         tokens_per_step: for figures by tokens.
         first_step: how many steps were done before, in a run that continues; what the file holds beyond is dropped.
-        facts: more to say about the run, such as ``{"parameters": model_size}``.
+        facts: more to say about the run, such as ``{"parameters": model_size, "unit": "byte"}``, where a page calls
+            tokens bytes.
         extra: see :class:`Run`.
 
     Attributes:

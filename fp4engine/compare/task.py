@@ -203,6 +203,9 @@ class TextTask(Task):
         whole = held_out[: len(held_out) // self.batch * self.batch].unflatten(0, (-1, self.batch))
         return whole if last else whole[::VALIDATION_SHARE]
 
+    def facts(self) -> dict[str, Any]:
+        return {"unit": self.text.unit}
+
     def keep_high_precision(self, model: nn.Module) -> Sequence[str]:
         return head_of(model) if self.keep is None else self.keep
 

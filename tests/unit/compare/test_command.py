@@ -149,6 +149,24 @@ def test_verdicts_are_exit_codes(folder: Path) -> None:
     assert compare("--runs", "theirs", "--out=elsewhere") == 4 and (folder / "elsewhere" / "table.md").exists()
 
 
+def test_pages_of_runs_say_what_a_token_is(folder: Path) -> None:
+    assert compare(*QUICK, "--seeds=1", "--out=out") == 4 == compare("--runs=out/runs", "--out=again")
+    for page in ((folder / name / "page.html").read_text() for name in ("out", "again")):
+        assert "thousand bytes" in page and "nats per byte" in page and "bytes per parameter" in page
+    counted: dict[str, Any] = {"tokens_per_step": 100}
+    for number, options in enumerate((counted, {}, {**counted, "facts": {"unit": "byte"}})):
+        for recipe in (None, "nvfp4"):
+            with Recorder(f"{number}", recipe=recipe, **options) as run:
+                run.step(2.0)
+                run.step(1.0)
+        assert compare(f"--runs={number}") == 4
+    pages = [(folder / f"{number}" / "page.html").read_text() for number in range(3)]
+    assert ["thousand tokens" in page for page in pages] == [True, False, False]
+    assert ["thousand bytes" in page for page in pages] == [False, False, True]
+    assert [page.count(">step</text>") for page in pages] == [0, 2, 0]
+    assert ["nats per token" in page for page in pages] == [True, True, False]
+
+
 def test_a_run_that_diverges_is_the_page_and_not_its_end(folder: Path, capsys) -> None:
     """NaN in the loss of one recipe: exit code 3, and all else is there."""
     for recipe, loss in ((None, 1.0), ("nvfp4", float("nan")), ("nvfp4_4over6", 1.001)):
