@@ -199,6 +199,8 @@ def test_nothing_to_convert_is_refused_unless_that_was_asked() -> None:
     for asked in ({"keep_high_precision": ["**"]}, {"module_filter_fn": lambda module, name: False}):
         for model in (hooked, Model(1), nn.TransformerEncoderLayer(16, 2, 32)):
             assert not fp4engine.convert(model, **asked).converted
+    with pytest.raises(ValueError, match=r"0 \(its weight has no shape yet \(lazy\); run the model once first\)"):
+        fp4engine.convert(nn.Sequential(nn.LazyLinear(16)))
     attention = nn.ModuleDict({"attn": nn.MultiheadAttention(16, 2)})
     assert not fp4engine.convert(attention, keep_high_precision=["attn.in_proj_weight"]).converted
     assert len(fp4engine.convert(attention).converted) == 2

@@ -3,6 +3,7 @@
 import ast
 import math
 import re
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -112,9 +113,13 @@ def test_what_is_no_linear_module_is_in_the_plan_and_in_the_count() -> None:
     assert report.fp4_share == 3 * 2 * TOKENS * HEAD / report.flops.total() < 0.1
 
 
-@pytest.mark.parametrize("layer", [torch.nn.LazyLinear(4), torch.nn.Linear(0, 4), torch.nn.Linear(4, 0)], ids=str)
-def test_a_plan_without_products_is_printed(layer: torch.nn.Module) -> None:
-    plan = fp4engine.convert(torch.nn.Sequential(layer))
+@pytest.mark.parametrize(
+    ("layer", "keep"),
+    [(torch.nn.LazyLinear(4), ["0"]), (torch.nn.Linear(0, 4), ()), (torch.nn.Linear(4, 0), ())],
+    ids=str,
+)
+def test_a_plan_without_products_is_printed(layer: torch.nn.Module, keep: Sequence[str]) -> None:
+    plan = fp4engine.convert(torch.nn.Sequential(layer), keep_high_precision=keep)
     assert str(plan).endswith(" of 1 linear modules converted, no linear FLOPs planned in FP4")
 
 
