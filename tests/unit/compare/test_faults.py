@@ -1,12 +1,13 @@
 """A planted fault is found by the ranking of parts and changes the verdict; recipes that are equal tie."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
+import fp4engine
 from benchmarks.ties import trial
 from fp4engine.compare import HIGH_PRECISION, Recorder, Run, read_folders
 from fp4engine.compare.comparison import Comparison, compare
@@ -43,6 +44,21 @@ class InThisProcess:
     def make(self, jobs: Sequence[Job], what: str = "") -> None:
         for job in jobs:
             train(job.task, job.run, self.places, looks=job.looks, keep=job.keep)
+
+
+class Planned(InThisProcess):
+    """Stands for a `Runner` whose runs have these losses."""
+
+    def __init__(self, folder: Path, losses: Mapping[Recipe, float]) -> None:
+        super().__init__(Places(folder, folder))
+        self.losses = losses
+
+    def make(self, jobs: Sequence[Job], what: str = "") -> None:
+        for job in jobs:
+            options = {"seed": 0, "setting": job.task.setting(), "label": "short", "extra": job.run.extra}
+            if not job.is_done(self.places):
+                with Recorder(self.places.finished, recipe=job.run.recipe, **options) as run:
+                    run.step(self.losses.get(job.run.recipe, 1.0001))
 
 
 def examined(task: TinyTask, recipes: dict[str, Recipe], folder: Path) -> tuple[Comparison, dict[str, Sensitivity]]:
@@ -109,17 +125,19 @@ def test_what_brings_nothing_is_not_advised(tmp_path) -> None:
     losses = {HIGH_PRECISION: 1.0, NVFP4: 1.0001, only(["blocks.1.up"], NVFP4): 1.01}
     losses |= {only([f"blocks.{block}.{name}"], NVFP4): 1.0 for block in (0, 2) for name in ("up", "down")}
 
-    class Planned(InThisProcess):
-        def make(self, jobs: Sequence[Job], what: str = "") -> None:
-            for job in jobs:
-                options = {"seed": 0, "setting": job.task.setting(), "label": "short", "extra": job.run.extra}
-                if not job.is_done(self.places):
-                    with Recorder(self.places.finished, recipe=job.run.recipe, **options) as run:
-                        run.step(losses.get(job.run.recipe, 1.0001))
-
-    found = measure(task, NVFP4, model, Planned(Places(tmp_path, tmp_path)))
+    found = measure(task, NVFP4, model, Planned(tmp_path, losses))
     assert found.is_clear(found.units[0]) and found.units[0].name == "blocks.1.up"
     assert found.gap == pytest.approx(found.gap_then) and found.keep == ()
+
+
+def test_parts_have_the_names_that_rules_see(tmp_path) -> None:
+    """Experts are one part, and what is called as a wrapper calls what it wraps keeps its name."""
+    model = torch.nn.ModuleDict({"experts": fp4engine.GroupedLinear(2, 32, 32, device="meta")})
+    model["module"] = torch.nn.Sequential(torch.nn.Linear(32, 32, device="meta"))
+    fp4engine.convert(model)
+    losses = {HIGH_PRECISION: 1.0, only(["experts"], NVFP4): 1.01, only(["module.0"], NVFP4): 1.001}
+    found = measure(TinyTask(steps=4, evaluate_every=4), NVFP4, model, Planned(tmp_path, losses))
+    assert [(unit.name, round(unit.gap, 4)) for unit in found.units] == [("experts", 1.0), ("module.0", 0.1)]
 
 
 def test_parts_are_blocks_where_there_are_many_layers() -> None:
