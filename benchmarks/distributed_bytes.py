@@ -4,7 +4,6 @@ The recipe is the default one, with stochastic rounding and rotation. Codes, sca
 outputs and gradients by their relative distance: only the order of FP32 sums may differ.
 """
 
-import importlib
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import fp4engine
 from fp4engine.distributed import fp4_all_gather
 from fp4engine.functional import eager
+from fp4engine.functional.call import Call
 from fp4engine.functional.eager import Eager
 from fp4engine.ops import Operand
 from fp4engine.recipe import NVFP4BlockScaling
@@ -65,7 +65,6 @@ def make_block(device: str) -> nn.Module:
 @contextmanager
 def products() -> Generator[Operands]:
     """Region in which every operand of every product is noted, as codes."""
-    linear = importlib.import_module("fp4engine.functional.linear")  # the module, which the function's name hides
     product, operands = Eager.product, []
 
     def heard(b: Eager, name: str, left: Operand, right: Operand, *arguments: Any) -> Tensor:
@@ -73,7 +72,7 @@ def products() -> Generator[Operands]:
         return product(b, name, left, right, *arguments)
 
     with (
-        mock.patch.object(linear, "fuses", lambda *_: False),  # one operation after the other
+        mock.patch.object(Call, "fuses", lambda *_: False),  # one operation after the other
         mock.patch.object(Eager, "product", heard),
         mock.patch.object(eager, "transient_form", lambda *_: "codes"),
     ):

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import shlex
 import statistics as stats
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -99,7 +100,7 @@ def write(
         if STUDIES[name].presets:
             sections.append(side_by_side(STUDIES[name], settings, seeds, folder))
     tokens = "" if settings.tokens == PRESETS[settings.preset].tokens else f" --tokens {settings.tokens}"
-    arguments = f"{' '.join(studies)} --preset {settings.preset} --seeds {seeds}{tokens}{' --compile' * compiled}"
+    arguments = f"{shlex.join(studies)} --preset {settings.preset} --seeds {seeds}{tokens}{' --compile' * compiled}"
     text = "\n".join([f"```bash\npython examples/convergence/run.py {arguments}\n```\n", *sections])
     if target is not None:
         insert(text, settings.preset, target)
@@ -287,7 +288,7 @@ def draw(name: str, found: Comparison, settings: Conditions, path: Path) -> None
         figure.suptitle(f"{settings.preset}, {settings.tokens:,} bytes")
     else:
         figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained", width_ratios=(3, 2))
-        pictures.courses(left, found, arms)
+        pictures.courses(left, found, arms, "byte")
         pictures.finals(right, found, arms)
         figure.suptitle(STUDIES[name].question)
     figure.savefig(path, dpi=90)

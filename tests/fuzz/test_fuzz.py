@@ -89,7 +89,7 @@ def stale_weight(plant):
 
 def stale_name(plant):
     plant.setattr(identity.Identity, "checked", lambda own, layer: own)
-    plant.setattr(identity.Root, "require_rules", lambda root, recipe: None)
+    plant.setattr(identity.Root, "require_rules", lambda root, recipe, layer: None)
 
 
 def seed_of_the_first_look(plant):
