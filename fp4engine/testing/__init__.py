@@ -1,4 +1,4 @@
-"""Assertions about quantized operands."""
+"""Assertions about quantized operands; hypothesis strategies are in :mod:`fp4engine.testing.strategies`."""
 
 from fp4engine.testing.assertions import assert_codes_adjacent, assert_codes_bitwise, assert_scales_adjacent
 

@@ -13,7 +13,7 @@ from fp4engine.reference.philox import rotation_signs
 from fp4engine.reference.scaling import from_stored, to_stored
 from fp4engine.tensor import Operand
 from fp4engine.testing import assert_codes_adjacent, assert_codes_bitwise
-from tests.strategies import matrices, nvfp4_specs
+from fp4engine.testing.strategies import matrices, nvfp4_specs
 
 DRAW = torch.tensor([99, 1])
 

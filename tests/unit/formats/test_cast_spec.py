@@ -27,7 +27,7 @@ from fp4engine.formats import (
     mx,
     mx_ocp_floor,
 )
-from tests.strategies import nvfp4_specs
+from fp4engine.testing.strategies import nvfp4_specs
 
 
 @given(

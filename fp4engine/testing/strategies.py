@@ -1,4 +1,4 @@
-"""Hypothesis strategies for tensors and casts."""
+"""Hypothesis strategies for tensors and casts; needs ``hypothesis``."""
 
 import torch
 from hypothesis import strategies as st
