@@ -31,9 +31,9 @@ SIZES = {
 """What has to be given where neither --model nor --config is."""
 
 PASSED_ON = (
-    *("gpu", "batch", "sequence", "parameters", "optimizer", "checkpointing", "fsdp", "tp", "lora_rank"),
-    *("quantized_base", "fp4_all_gather", "host_microseconds"),
-)
+    "gpu", "batch", "sequence", "parameters", "optimizer", "checkpointing", "fsdp", "tp", "lora_rank", "quantized_base",
+    "fp4_all_gather", "host_microseconds",
+)  # fmt: skip
 """Arguments that :func:`fp4engine.estimate.estimate` takes as they are."""
 
 OPTIONAL_SIZES = {

@@ -22,9 +22,9 @@ __all__ = ["NVFP4Quantizer", "NVFP4Tensor", "NVFP4TensorStorage"]
 
 _LAYOUT = ScaleLayout(1, False, (128, 4))
 _SETTINGS = (
-    *("with_rht", "with_2d_quantization", "stochastic_rounding", "row_scaled_nvfp4", "nvfp4_use_4over6"),
-    *("nvfp4_4over6_err_mode", "with_random_sign_mask"),
-)
+    "with_rht", "with_2d_quantization", "stochastic_rounding", "row_scaled_nvfp4", "nvfp4_use_4over6",
+    "nvfp4_4over6_err_mode", "with_random_sign_mask",
+)  # fmt: skip
 """Settings that fp4engine's quantizer has by the same names."""
 
 
