@@ -5,7 +5,6 @@ caches bounded.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import lru_cache, partial
 from itertools import repeat
 from typing import Any, NamedTuple
@@ -53,10 +52,16 @@ class Direction(NamedTuple):
 
     def __call__(self, tensors: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
         """The results, and what is saved."""
-        with draw_lock if self.draws else nullcontext():
+        if self.draws:
+            with draw_lock:
+                made = self.launch(*tensors)
+        else:
             made = self.launch(*tensors)
         backends.record(*self.paths)
-        return made[: self.results], made[self.results :] + [tensors[position] for position in self.inputs]
+        saved = made[self.results :]
+        if self.inputs:
+            saved += [tensors[position] for position in self.inputs]
+        return made[: self.results], saved
 
 
 def run_forward(

@@ -50,6 +50,38 @@ def take(call: Call, weight: Tensor) -> bool:
     return call.shards is None and call.weight_cache.tiles(weight) is not None
 
 
+class Told(NamedTuple):
+    """What an operator is told in one string: each argument more takes PyTorch's dispatcher up to a microsecond.
+
+    Attributes:
+        parts: of how many parts a weight consists that comes as tiles; 0 for another weight.
+        dtypes: of the input and of the weight.
+        rank: whose random bits are drawn; None for this process's.
+        groups: the names of the groups whose ranks share amaxes: in forward those of the input and of the weight, in
+            backward those of the gradient.
+    """
+
+    plan: LinearPlan
+    needs: Needs
+    parts: int
+    dtypes: tuple[torch.dtype, torch.dtype]
+    rank: int | None
+    groups: tuple[str, ...]
+
+    def in_words(self) -> str:
+        """The string, which holds in other processes too."""
+        words = self.plan.key, *self.needs[:2], self.parts, *self.dtypes, self.rank, *self.groups
+        return "|".join([f"{word}" for word in words])
+
+    @staticmethod
+    def of(words: str) -> "Told":
+        """Inverse of :meth:`in_words`."""
+        key, dgrad, wgrad, parts, dtype, weight_dtype, rank, *groups = words.split("|")
+        dtypes = getattr(torch, dtype.removeprefix("torch.")), getattr(torch, weight_dtype.removeprefix("torch."))
+        needs, whose = Needs(dgrad == "True", wgrad == "True"), None if rank == "None" else int(rank)
+        return Told(plan_of(key), needs, int(parts), dtypes, whose, tuple(groups))
+
+
 class ByOperator(NamedTuple):
     """The layout of what an operator keeps.
 
@@ -66,33 +98,26 @@ def run_forward(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> t
     if call.weight_cache is not None:
         tiles = call.weight_cache.tiles(weight)
         assert tiles is not None
-    groups_of_input = groups_of_weight = ""
-    given = token = None
+    groups, given, token = ("", ""), None, None
     if shards is not None:
         given = shards.weight_amaxes
-        groups_of_input = _names(shards.input)
-        groups_of_weight = "" if given is not None else _names(shards.weight)
-        if groups_of_input or groups_of_weight:
+        groups = _names(shards.input), "" if given is not None else _names(shards.weight)
+        if any(groups):
             token = order_token(x.device, "forward")
+    parts = 0 if tiles is None else tiles.parts
     y, kept = torch.ops.fp4engine.linear_forward(
         x.detach(),
         (weight if tiles is None else tiles.packed).detach(),
         None if bias is None else bias.detach(),
         given,
         token,
-        call.plan.key,
-        call.needs.dgrad,
-        call.needs.wgrad,
+        Told(call.plan, call.needs, parts, (x.dtype, weight.dtype), None, groups).in_words(),
         weight.shape[0],
-        weight.dtype,
-        0 if tiles is None else tiles.parts,
-        groups_of_input,
-        groups_of_weight,
     )
     tensors = [kept] if call.needs.wgrad or (call.needs.dgrad and tiles is None) else []
     if tiles is not None and call.needs.dgrad:
         tensors.append(tiles.packed)
-    return y, tensors, ByOperator(0 if tiles is None else tiles.parts)
+    return y, tensors, ByOperator(parts)
 
 
 def run_backward(
@@ -111,15 +136,8 @@ def run_backward(
             list(kept),
             ops.state_of(device, stream) if plan.draws_in_backward else None,
             order_token(device, "backward") if groups else None,
-            plan.key,
-            needs.dgrad,
-            needs.wgrad,
+            Told(plan, needs, layout.parts, call.dtypes[:2], rank, (groups,)).in_words(),
             call.cols,
-            call.dtypes[0],
-            call.dtypes[1],
-            layout.parts,
-            groups,
-            rank,
             place,
         )
     if needs.bgrad:
@@ -145,14 +163,8 @@ def _linear_forward(
     bias: Tensor | None,
     given: Tensor | None,
     token: Tensor | None,
-    plan: str,
-    needs_dgrad: bool,
-    needs_wgrad: bool,
+    told: str,
     outs: int,
-    weight_dtype: torch.dtype,
-    parts: int,
-    groups_of_input: str,
-    groups_of_weight: str,
 ) -> tuple[Tensor, Tensor]:
     """The output, and what backward needs in one tensor, which is empty if it needs nothing.
 
@@ -160,23 +172,24 @@ def _linear_forward(
     such operators in one order.
 
     Args:
-        weight: [N, K]; or, where there are ``parts``, the tiles of a :class:`~fp4engine.ops.TiledOperand`.
+        weight: [N, K]; or the tiles of a :class:`~fp4engine.ops.TiledOperand`.
         given: the weight's amaxes, see :attr:`fp4engine.functional.shards.Shards.weight_amaxes`.
-        plan: a key of :func:`fp4engine.functional.plan.plan_of`.
-        outs, weight_dtype: N, and the dtype of the weight.
+        told: the words of a :class:`Told`.
+        outs: N.
     """
-    own, needs, (rows, cols), cast = plan_of(plan), Needs(needs_dgrad, needs_wgrad), x.shape, None
-    if parts:
-        spec = own.weight.rowwise_spec
+    rows, cols = x.shape
+    asked, call, layout, size = _known(told, rows, outs, cols)
+    cast = None
+    if bias is not None:
+        call = call._replace(dtypes=(*asked.dtypes, bias.dtype))
+    if asked.parts:
+        spec = asked.plan.weight.rowwise_spec
         assert spec is not None
-        tiles = TiledOperand(spec, outs, cols, parts, weight)
-        cast = CastWeight(tiles, tiles if needs_dgrad else None, None)
-    shards = None
-    if groups_of_input or groups_of_weight or given is not None:
-        shards = Shards(_shard(groups_of_input), _shard(groups_of_weight), weight_amaxes=given)
-    layout, size = _layout(own, rows, outs, cols, needs, parts)
-    dtypes = x.dtype, weight_dtype, None if bias is None else bias.dtype
-    call = Call(own, _NOBODY, shards, None, None, needs, None, cols, dtypes)
+        tiles = TiledOperand(spec, outs, cols, asked.parts, weight)
+        cast = CastWeight(tiles, tiles if asked.needs.dgrad else None, None)
+    if any(asked.groups) or given is not None:
+        of_input, of_weight = map(_shard, asked.groups)
+        call = call._replace(shards=Shards(of_input, of_weight, weight_amaxes=given))
     y, kept, found = call.forward(x, weight, bias, cast)
     if found.slots == layout.slots:
         return y.contiguous(), kept[0] if size else x.new_empty(0, dtype=torch.uint8)
@@ -188,34 +201,23 @@ def _linear_backward(
     kept: Sequence[Tensor],
     state: Tensor | None,
     token: Tensor | None,
-    plan: str,
-    needs_dgrad: bool,
-    needs_wgrad: bool,
+    told: str,
     cols: int,
-    dtype: torch.dtype,
-    weight_dtype: torch.dtype,
-    parts: int,
-    groups: str,
-    rank: int | None,
     place: Sequence[int] | None,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of input and weight; one that is not asked for is an empty tensor. Writes to ``state``.
 
     Args:
-        kept: what the forward operator keeps, and behind it the weight's tiles, if there are ``parts``.
+        kept: what the forward operator keeps, and behind it the weight's tiles, if there are any.
         state: of the random stream that stochastic casts draw from.
-        groups: the names of the groups whose ranks share the amaxes of the gradient.
-        rank: whose random bits are drawn; None for this process's.
+        told: the words of a :class:`Told`.
         place: row and column at which the gradient begins in the whole matrix; None if it is whole.
     """
-    own, (rows, outs) = plan_of(plan), grad_output.shape
-    shards = None
-    if groups or rank is not None or place is not None:
-        shards = Shards(grad_output=_shard(groups, place), rank=rank)
-    needs, dtypes = Needs(needs_dgrad, needs_wgrad), (dtype, weight_dtype, None)
-    layout, _ = _layout(own, rows, outs, cols, needs, parts)
-    call = Call(own, _NOBODY, shards, None, None, needs, None, cols, dtypes)
-    grad_input, grad_weight, _ = call.backward(layout, grad_output, kept, needs, state)
+    rows, outs = grad_output.shape
+    asked, call, layout, _ = _known(told, rows, outs, cols)
+    if any(asked.groups) or asked.rank is not None or place is not None:
+        call = call._replace(shards=Shards(grad_output=_shard(asked.groups[0], place), rank=asked.rank))
+    grad_input, grad_weight, _ = call.backward(layout, grad_output, kept, asked.needs, state)
     made = grad_input, grad_weight
     dgrad, wgrad = [grad_output.new_empty(0) if grad is None else grad.contiguous() for grad in made]
     return dgrad, wgrad
@@ -225,11 +227,33 @@ _NOBODY = ExecutedGemms()
 """Nobody counts products of compiled code."""
 
 
-def _layout_of(plan: LinearPlan, rows: int, outs: int, cols: int, needs: Needs, parts: int) -> tuple[Layout, int]:
+class Known(NamedTuple):
+    """What follows from the words and the sizes that an operator is told.
+
+    Attributes:
+        call: without the shards and the bias.
+        layout, size: of what the forward operator keeps, see :func:`_layout`.
+    """
+
+    told: Told
+    call: Call
+    layout: Layout
+    size: int
+
+
+@lru_cache(maxsize=MOST_QUESTIONS)
+def _known(words: str, rows: int, outs: int, cols: int) -> Known:
+    told = Told.of(words)
+    call = Call(told.plan, _NOBODY, None, None, None, told.needs, None, cols, (*told.dtypes, None))
+    return Known(told, call, *_layout(told, rows, outs, cols))
+
+
+def _layout(told: Told, rows: int, outs: int, cols: int) -> tuple[Layout, int]:
     """The layout of what the forward operator keeps in one tensor, whose bytes it tells, and of the tiles behind it.
 
     Of each operand that is codes, block scales and amax.
     """
+    plan, needs, parts = told.plan, told.needs, told.parts
     kept: list[tuple[CastSpec | None, int, int]] = []
     if needs.wgrad:
         kept.append((plan.input.columnwise_spec, cols, rows))
@@ -250,9 +274,6 @@ def _layout_of(plan: LinearPlan, rows: int, outs: int, cols: int, needs: Needs, 
     return Layout(Kept(inp, *operands)), size
 
 
-_layout = lru_cache(maxsize=MOST_QUESTIONS)(_layout_of)
-
-
 def _joined(record: Kept, layout: Layout, like: Tensor, size: int) -> Tensor:
     """The tensors of a record in one of ``size`` bytes, as ``layout`` has them."""
     joined = like.new_empty(size, dtype=torch.uint8)
@@ -262,22 +283,18 @@ def _joined(record: Kept, layout: Layout, like: Tensor, size: int) -> Tensor:
     return joined
 
 
-def _linear_forward_outputs(
-    x: Tensor, plan: str, needs_dgrad: bool, needs_wgrad: bool, outs: int, parts: int
-) -> list[Output]:
+def _linear_forward_outputs(x: Tensor, told: str, outs: int) -> list[Output]:
     rows, cols = x.shape
-    # Sizes may be symbols here, which no cache takes.
-    _, size = _layout_of(plan_of(plan), rows, outs, cols, Needs(needs_dgrad, needs_wgrad), parts)
+    _, size = _layout(Told.of(told), rows, outs, cols)  # sizes may be symbols here
     return [Output((rows, outs), x.dtype), Output((size,), torch.uint8)]
 
 
-def _linear_backward_outputs(
-    grad_output: Tensor, needs_dgrad: bool, needs_wgrad: bool, cols: int, dtype: torch.dtype, weight_dtype: torch.dtype
-) -> list[Output]:
+def _linear_backward_outputs(grad_output: Tensor, told: str, cols: int) -> list[Output]:
     (rows, outs), absent = grad_output.shape, Output((0,), grad_output.dtype)
+    asked = Told.of(told)
     return [
-        Output((rows, cols), dtype) if needs_dgrad else absent,
-        Output((outs, cols), weight_dtype) if needs_wgrad else absent,
+        Output((rows, cols), asked.dtypes[0]) if asked.needs.dgrad else absent,
+        Output((outs, cols), asked.dtypes[1]) if asked.needs.wgrad else absent,
     ]
 
 
