@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import fp4engine
+from fp4engine import ops
 from fp4engine.distributed import fp4_all_gather
 from fp4engine.functional import eager
 from fp4engine.functional.call import Call
@@ -110,7 +111,8 @@ def whole_of(tensor: Any) -> Tensor:
 
 def alone(device: str, data: int, rank: int) -> tuple[list[Tensor], Operands]:
     """The step of one process that draws in the name of ``rank``."""
-    with mock.patch.object(dist, "get_rank", lambda *_: rank):
+    drawn = ops.rank_bits
+    with mock.patch.object(ops, "rank_bits", lambda asked=None: drawn(rank if asked is None else asked)):
         return train(make_block(device), device, data, lambda tensor: tensor)
 
 
