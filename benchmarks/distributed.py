@@ -406,6 +406,7 @@ def train_all(arguments: argparse.Namespace) -> int:
     record: dict[str, Any] = {"environment": {**_environment(run), "gpus": run.ranks}, "bytes": [], "rows": []}
     names = {"8b": "8b" if run.is_cuda else "tiny_llama"}
     is_right = True
+    gc.freeze()  # a row collects what the one before it left, not what is imported
     for mode in arguments.modes:
         if mode == "bytes":
             record["bytes"] = bytes_of(run)
