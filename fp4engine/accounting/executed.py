@@ -155,7 +155,8 @@ def assert_quantized(
     Raises:
         AssertionError: it is not so; the message names what ran otherwise, or cannot be seen.
         ValueError: ``min_fraction`` is not in 0..1, ``recipe`` is none, a pattern covers nothing, a rule of the recipe
-            matches no layer, or a rule asks for the name of a layer that is not where ``convert`` has found it.
+            matches no layer, or none that is left in the model, or a rule asks for the name of a layer that is not
+            where ``convert`` has found it.
     """
     if min_fraction is not None:
         require_rate("min_fraction", min_fraction)

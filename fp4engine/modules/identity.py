@@ -74,10 +74,7 @@ class Root:
         self._asked.add(id(layer))
         if recipe.number in self._fits:
             return
-        here: set[str] = set()
         for path, module in model.named_modules(remove_duplicate=False):
-            if isinstance(module, Named | nn.Linear):
-                here.add(_name_at(module, plain_path(path)))
             own = vars(module).get("_identity")
             if isinstance(own, Identity) and own.root is self and plain_path(path) not in map(plain_path, own.paths):
                 raise ValueError(
@@ -95,13 +92,25 @@ class Root:
         self._fits.add(recipe.number)
         if isinstance(recipe, RuledRecipe):
             try:
-                recipe.check(name for names in self.names for name in names if plain_path(name) in here)
+                recipe.check(name for names in self.names_left() for name in names)
             except ValueError as error:  # no more than a warning, since a stage of a pipeline lacks others' layers
                 warnings.warn(
                     f"{error}. What they matched when this {type(model).__name__} was converted is not in it any more; "
                     "unless another stage of a pipeline has it, write rules about the layers that are left",
                     stacklevel=2,
                 )
+
+    def names_left(self) -> list[tuple[str, ...]]:
+        """Those of :attr:`names` at which the model still has a layer; all of them where there is no model."""
+        if (model := self.model) is None:
+            return list(self.names)
+        here = {
+            _name_at(module, plain_path(path))
+            for path, module in model.named_modules(remove_duplicate=False)
+            if isinstance(module, Named | nn.Linear)
+        }
+        left = (tuple(name for name in names if plain_path(name) in here) for names in self.names)
+        return [names for names in left if names]
 
     def look(self, model: nn.Module) -> None:
         """Forget what was found if ``model``, which this is the root of, has other modules now."""
@@ -271,8 +280,7 @@ def seen_names(model: nn.Module) -> dict[nn.Module, tuple[str, ...]]:
     found: dict[nn.Module, dict[str, None]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, Named | nn.Linear):
-            name = module.name if isinstance(module, Named) and not path else _name_at(module, path)
-            found.setdefault(module, {})[name] = None
+            found.setdefault(module, {})[_name_at(module, path)] = None
     return {module: tuple(names) for module, names in found.items()}
 
 
@@ -290,7 +298,7 @@ def identify(model: nn.Module) -> None:
 
 
 def known_names(model: nn.Module) -> list[tuple[str, ...]]:
-    """All names by which recipes see the layers of ``model`` now, and of the models that these were converted with."""
+    """All names by which recipes see the layers of ``model``, and all that the models have now which were converted."""
     found: dict[tuple[str, ...], None] = {}
     roots: dict[int, Root] = {}
     for path, module in model.named_modules():
@@ -298,7 +306,7 @@ def known_names(model: nn.Module) -> list[tuple[str, ...]]:
             roots[id(module._identity.root)] = module._identity.root
         elif isinstance(module, Named | nn.Linear):
             found[(module.name if isinstance(module, Named) else path,)] = None
-    return [*found, *(names for root in roots.values() for names in root.names)]
+    return [*found, *(names for root in roots.values() for names in root.names_left())]
 
 
 def forget_root(model: nn.Module) -> None:
@@ -364,8 +372,12 @@ def _layers_of(recipe: Recipe) -> Iterator[tuple[str, ...]]:
 
 
 def _name_at(module: nn.Module, path: str) -> str:
-    """What recipes call ``module`` at ``path``."""
-    if not isinstance(module, Named) or module.seen_as == (0, ""):
+    """What recipes call ``module`` at ``path``; the name that it was given where it is the model itself."""
+    if not isinstance(module, Named):
+        return path
+    if not path:
+        return module.name
+    if module.seen_as == (0, ""):
         return path
     left_out, part = module.seen_as
     parts = path.split(".")

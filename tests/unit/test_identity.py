@@ -252,6 +252,33 @@ def test_a_rule_whose_last_layers_are_taken_out_is_told_once(own: bool, has_run:
     assert in_high_precision(model, ruled("head")) == {"head"}
 
 
+@pytest.mark.parametrize("own", [False, True], ids=["region", "own recipe"])
+@pytest.mark.parametrize("min_fraction", [None, 0.3])
+@pytest.mark.parametrize("whole", [copy.deepcopy, lambda model: model], ids=["copy", "model"])
+@pytest.mark.filterwarnings("ignore:rules that match no module")
+def test_a_rule_whose_layers_are_all_taken_out_is_not_approved(whole, min_fraction: float | None, own: bool) -> None:
+    recipe = RuledRecipe(NVFP4, (Rule(HIGH, "layers.1"), Rule(HIGH, "layers.2")))
+    model = whole(converted(recipe if own else None))
+    check = partial(fp4engine.assert_quantized, model, recipe=None if own else recipe, min_fraction=min_fraction)
+    in_high_precision(model, recipe)
+    check()
+    del model.layers[2]
+    with pytest.raises(ValueError, match=r"rules that match no module: name='layers.2'; the modules are layers.0.up"):
+        check()
+    in_high_precision(model, None if own else recipe)
+    with pytest.raises(ValueError, match=r"rules that match no module: name='layers.2'; the modules are layers.0.up"):
+        check()
+    fp4engine.assert_quantized(model, recipe=ruled("layers.1"))
+
+
+def test_a_model_that_is_a_layer_keeps_the_name_that_it_was_given() -> None:
+    model, recipe = fp4engine.LayerNormLinear(16, 16, name="query", device="cpu"), ruled("query")
+    fp4engine.convert(model)
+    with fp4engine.autocast(recipe=recipe):
+        model(X)
+    fp4engine.assert_quantized(model, recipe=RuledRecipe(HIGH, (Rule(HIGH, "query"),)), min_fraction=0.0)
+
+
 def test_compiled_blocks_tell_that_a_rule_matches_nothing_any_more() -> None:
     torch._dynamo.reset()
     model, recipe = converted(), ruled("layers.2")
