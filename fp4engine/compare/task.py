@@ -135,11 +135,23 @@ class Task:
 
     def compute(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
         """The loss of a model as a function of tokens, compiled if that is asked for."""
+        of_model = self.loss
 
         def loss(tokens: Tensor) -> Tensor:
-            return self.loss(model, tokens)
+            return of_model(model, tokens)
 
-        return torch.compile(loss) if self.compile else loss
+        if not self.compile:
+            return loss
+        compiled = torch.compile(loss)
+
+        def call(tokens: Tensor) -> Tensor:
+            try:
+                return compiled(tokens)
+            except RuntimeError:  # of generated code, which knows no names: the loss itself says what it was given
+                loss(tokens)
+                raise
+
+        return call
 
     def facts(self) -> dict[str, Any]:
         """What the header of a run says besides, on which no number depends."""
@@ -188,8 +200,9 @@ class TextTask(Task):
         model = source_of(self.name).make(torch.bfloat16 if self.lora and self.device == "cuda" else torch.float32)
         return _with_adapters(model, self.lora) if self.lora else model
 
-    def loss(self, model: nn.Module, tokens: Tensor) -> Tensor:
-        return source_of(self.name).loss(model, tokens)
+    @property
+    def loss(self) -> Loss:  # pyright: ignore[reportIncompatibleMethodOverride]: Dynamo would look for the source anew
+        return source_of(self.name).loss
 
     def tokens(self, seed: int, step: int) -> Tensor:
         return self.text.batch(seed, step, self.batch * self.accumulation, self.sequence + 1)
@@ -386,12 +399,14 @@ class _FromFunction(Source):
             function = self._loss = self._call()[1]
         try:
             loss = function(model, tokens)
-        except IndexError as error:  # what an embedding on a CPU raises says neither which token nor how many rows
+        except (IndexError, RuntimeError) as error:  # on a CPU: it says neither which token nor how many rows
+            if not isinstance(error, IndexError) and "out of bounds" not in str(error):
+                raise
             most = int(tokens.max())
             raise InputError(
                 f"--model: the loss of {self.name}() fails on a batch whose largest token id is {most} "
-                f"({one_line(error)}); an embedding needs {most + 1} rows or more for it, or {self.name}() an encode "
-                "that makes smaller ids"
+                f"({one_line(error)}); for it an embedding needs {most + 1} rows or more, and an output as many, or "
+                f"{self.name}() an encode that makes smaller ids"
             ) from error
         is_tensor = isinstance(loss, Tensor)
         if is_tensor and loss.numel() == 1 and (loss.requires_grad or not torch.is_grad_enabled()):

@@ -70,6 +70,9 @@ def no_tensor():
 
 def few_rows():
     return small()[0], TinyTask().loss
+
+def few_outputs():
+    return torch.nn.Embedding(8, 4), lambda model, x: -model(x).log_softmax(-1).gather(-1, x[..., None]).mean()
 """
 
 RECIPES = """
@@ -265,10 +268,18 @@ def test_a_loss_is_one_number_with_a_gradient(name: str, got: str, folder: Path)
             source.loss(source.make(torch.float32), torch.zeros(2, 5, dtype=torch.int64))
 
 
-def test_a_token_beyond_the_models_rows_is_named(folder: Path, capsys) -> None:
-    told = refused(capsys, *QUICK, "--model=my_model.py:few_rows", "--jobs=1", "--seeds=1")
+@pytest.mark.parametrize("compiled", [(), ("--compile",)], ids=["eager", "compiled"])
+def test_a_token_beyond_the_models_rows_is_named(compiled: tuple[str, ...], folder: Path, capsys) -> None:
+    told = refused(capsys, *QUICK, "--model=my_model.py:few_rows", "--jobs=1", "--seeds=1", *compiled)
     assert "the loss of my_model.py:few_rows() fails on a batch whose largest token id is 117 (IndexErr" in told
-    assert "an embedding needs 118 rows or more" in told
+    assert "an embedding needs 118 rows or more, and an output as many" in told
+
+
+def test_a_token_beyond_the_models_output_is_named(folder: Path) -> None:
+    source = source_of("my_model.py:few_outputs")
+    tokens = torch.full((2, 5), 7)
+    with pytest.raises(InputError, match=r"largest token id is 7 \(RuntimeError: index 7 .* an output as many"):
+        source.loss(source.make(torch.float32), tokens)
 
 
 def test_a_model_is_known_by_all_files_that_its_classes_are_in(folder: Path) -> None:
