@@ -369,8 +369,9 @@ def rank_bits(rank: int | None = None) -> int:
     """
     if rank is not None:
         return require_integer("rank", rank, 0, (1 << 32 - _RANK_SHIFT) - 1) << _RANK_SHIFT
-    world = torch.distributed.group.WORLD if _HAS_DISTRIBUTED else None
-    return 0 if world is None else world.rank() << _RANK_SHIFT  # get_rank() takes the host longer than a kernel's start
+    if not (_HAS_DISTRIBUTED and torch.distributed.is_initialized()):
+        return 0
+    return torch.distributed.get_rank() << _RANK_SHIFT
 
 
 def placed(rng: Tensor, row: int, col: int) -> Tensor:
