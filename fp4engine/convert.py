@@ -84,10 +84,9 @@ def convert(
     """
     require_own_recipe(recipe)
     plan = convert_for_regions(model, recipe, module_filter_fn, keep_high_precision, adapters)
-    if recipe is not None:
-        for module in model.modules():
-            if isinstance(module, Gemms):
-                module.recipe = recipe
+    for module in model.modules():
+        if isinstance(module, Gemms):
+            module.recipe = module.recipe if recipe is None else recipe
     return plan
 
 

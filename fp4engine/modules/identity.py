@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from itertools import count
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from fp4engine.names import EndOfName
@@ -119,6 +120,12 @@ class Root:
             self.kind = str(next(_kinds)) if self._children else self.kind
             self._fits, self._children = set(), children
 
+    def look_when_called(self) -> None:
+        """From now on look at the model, too, whenever it is called: no region is entered for a recipe of its own."""
+        model = self.model
+        if model is not None and _look_at not in model._forward_pre_hooks.values():
+            model.register_forward_pre_hook(_look_at)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "Root":
         copied = memo.get(id(self.model))
         return Root(self.names, copied, self.kind) if isinstance(copied, nn.Module) else Root(self.names, self.model)
@@ -137,6 +144,12 @@ def _look_again(recipe: Recipe) -> None:
     for root in list(_roots) if recipe.reads_names else ():
         if (model := root.model) is not None:
             root.look(model)
+
+
+def _look_at(model: nn.Module, inputs: Any) -> None:
+    """Forward hook; the code of a model that is compiled as a whole has guards on what modules it has."""
+    if not torch.compiler.is_compiling() and _look_again in on_entering and (anchor := vars(model).get(_ANCHOR)):
+        anchor.root.look(model)
 
 
 def _children(model: nn.Module) -> list[int]:
@@ -312,6 +325,9 @@ def known_names(model: nn.Module) -> list[tuple[str, ...]]:
 def forget_root(model: nn.Module) -> None:
     """Undo :func:`identify`, but for names."""
     vars(model).pop(_ANCHOR, None)
+    for key, hook in list(model._forward_pre_hooks.items()):
+        if hook is _look_at:
+            del model._forward_pre_hooks[key]
 
 
 def require_rules(recipe: Recipe, names: Iterable[tuple[str, ...]]) -> None:

@@ -64,6 +64,8 @@ class Planned(Named):
     def recipe(self, recipe: Recipe | None) -> None:
         require_own_recipe(recipe)
         self._recipe = recipe
+        if recipe is not None and recipe.reads_names and self._identity is not None:
+            self._identity.root.look_when_called()
 
     def forget_plan(self) -> None:
         """Drop histories and the plan that uses them; the next forward makes a plan anew."""

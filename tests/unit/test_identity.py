@@ -519,6 +519,54 @@ def test_compiled_blocks_check_names_anew_once_the_model_has_changed(change: Cal
         model(X)
 
 
+OWN = {
+    "convert": lambda model, recipe: fp4engine.convert(model, recipe),
+    "assigned": lambda model, recipe: [
+        fp4engine.convert(model),
+        *(setattr(m, "recipe", recipe) for m in model.modules() if isinstance(m, fp4engine.Linear)),
+    ],
+    "converted again": lambda model, recipe: [fp4engine.convert(model, recipe), fp4engine.convert(model)],
+    "copied": lambda model, recipe: fp4engine.convert(model, recipe),
+    "pickled": lambda model, recipe: fp4engine.convert(model, recipe),
+}
+CHANGES: dict[str, Callable[[nn.ModuleList], object]] = {
+    "swap": swap,
+    "append": lambda layers: layers.append(layers[1]),
+    "pop": lambda layers: layers.pop(0),
+    "copy in": lambda layers: layers.__setitem__(0, copy.deepcopy(layers[1])),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("own", OWN)
+def test_compiled_blocks_with_a_recipe_of_their_own_check_names_anew(own: str, change) -> None:
+    torch._dynamo.reset()
+    model = Net()
+    OWN[own](model, ruled("layers.1"))
+    if own == "copied":
+        model = copy.deepcopy(model)
+    elif own == "pickled":
+        model = pickle.loads(pickle.dumps(model))
+    for block in (*model.layers, model.head):
+        block.compile(backend="eager")
+    assert torch.equal(model(X), model(X))
+    with torch.compiler.set_stance("fail_on_recompile"):
+        model(X)
+    change(model.layers)
+    with pytest.raises(Exception, match=r"a recipe cannot tell|by one name"):
+        model(X)
+
+
+def test_a_reverted_model_is_not_looked_at() -> None:
+    model = converted(ruled("layers.1"))
+    assert len(model._forward_pre_hooks) == 1
+    fp4engine.convert(model)
+    assert len(model._forward_pre_hooks) == 1
+    fp4engine.revert(model)
+    assert not model._forward_pre_hooks
+    assert not converted(NVFP4)._forward_pre_hooks
+
+
 def test_compiled_code_checks_names_when_it_is_traced() -> None:
     torch._dynamo.reset()
     model, recipe = converted(), ruled("layers.1")
