@@ -4,6 +4,7 @@ import math
 import multiprocessing
 import os
 import signal
+import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -28,9 +29,6 @@ LOOK_SECONDS = 0.2
 
 LINE_SECONDS = 15.0
 """Between two lines about progress where the output is no terminal, which gets a bar."""
-
-PARENT_SECONDS = 1.0
-"""Between two looks at whether the process that deals runs is still there."""
 
 
 @dataclass(frozen=True)
@@ -225,22 +223,22 @@ def _begin(gpu: str, steps: Any, slot: int, stop: Any) -> None:
         signal.signal(number, signal.SIG_IGN)
     warnings.filterwarnings("ignore", ".*does not have a deterministic implementation.*")  # the page says what repeats
     compute_repeatably(warn_only=True)
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
     _slot[:] = [steps, slot, stop]
+
+
+def _leave_with_parent() -> None:
+    """End when nobody is there any more to deal, or to be told; one that waits for a run would wait for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _train(job: Job, places: Places) -> Outcome:
     steps, slot, stop = _slot
-    looked = [time.monotonic()]
-    parent = multiprocessing.parent_process()
 
     def tell(step: int) -> None:
         steps[slot] = step
 
-    def stops() -> bool:
-        if time.monotonic() - looked[0] >= PARENT_SECONDS:
-            looked[0] = time.monotonic()
-            if parent is not None and not parent.is_alive():  # nobody is there to deal, or to be told
-                os._exit(1)
-        return stop.is_set()
-
-    return train(job.task, job.run, places, looks=job.looks, keep=job.keep, tell=tell, stop=stops)
+    return train(job.task, job.run, places, looks=job.looks, keep=job.keep, tell=tell, stop=stop.is_set)
