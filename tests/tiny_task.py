@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp4engine.compare import Run
+from fp4engine.compare.runner import Job
 from fp4engine.compare.task import Task
 from fp4engine.compare.training import Places, train
 
@@ -95,3 +96,19 @@ def trained(task: Task, run: Run, folder: Path, stop: Callable[[], bool] = lambd
     """The file of a run that is trained in this process, below `folder / "runs"`."""
     train(task, run, Places(folder / "runs", folder / "scratch", **options), stop=stop)
     return run.path(folder / "runs", task.setting())
+
+
+class InThisProcess:
+    """Stands for a :class:`fp4engine.compare.runner.Runner`: runs are trained where they are asked for."""
+
+    def __init__(self, places: Places, **options: Any) -> None:
+        self.places = places
+
+    def __enter__(self) -> "InThisProcess":
+        return self
+
+    def __exit__(self, *_: Any) -> None: ...
+
+    def make(self, jobs: Sequence[Job], what: str = "") -> None:
+        for job in jobs:
+            train(job.task, job.run, self.places, looks=job.looks, keep=job.keep)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,17 @@ import transformers
 
 from fp4engine.cli import main
 from fp4engine.compare import InputError, Recorder, Run, checkpoint, read, read_folders
+from fp4engine.compare import command as command_line
 from fp4engine.compare.command import estimates
 from fp4engine.compare.data import prepare
 from fp4engine.compare.files import alone_in, read_rows
+from fp4engine.compare.runner import Runner
 from fp4engine.compare.task import TextTask, source_of
+from fp4engine.compare.training import Places
 from fp4engine.estimate import Estimate
 from fp4engine.recipe import Rule, RuledRecipe, zoo
 from tests.tiny import CONFIGURATIONS
-from tests.tiny_task import trained
+from tests.tiny_task import InThisProcess, trained
 
 MODEL = """
 import functools
@@ -114,7 +118,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 @pytest.mark.slow
-def test_one_command_makes_runs_a_table_and_a_page(folder: Path, capsys) -> None:
+def test_one_command_makes_runs_a_table_and_a_page(folder: Path, capsys, monkeypatch) -> None:
     words = (*SMALL, "--recipes", "nvfp4", "mine.json", "--seeds=3", "--out=out", "--tolerance=100%")
     assert compare(*words) == 0
     told = capsys.readouterr().out
@@ -132,6 +136,7 @@ def test_one_command_makes_runs_a_table_and_a_page(folder: Path, capsys) -> None
     assert len(rows) == 3 * 3 + 2 and {row["label"] for row in rows} == {"baseline", "nvfp4", "mine"}
     files = {path: path.stat().st_mtime_ns for path in (folder / "out").rglob("*.jsonl") if "results" not in path.name}
     (folder / "mine.json").write_text(zoo.make("mxfp4").to_json())
+    monkeypatch.setattr(command_line, "Runner", InThisProcess)
     assert compare(*words) == 0  # the changed recipe alone is run, and the old one stays
     after = {path: path.stat().st_mtime_ns for path in (folder / "out").rglob("*.jsonl") if "results" not in path.name}
     new = [path for path in after if path not in files and path.parent.name == "runs"]
@@ -152,7 +157,8 @@ def test_verdicts_are_exit_codes(folder: Path) -> None:
     assert compare("--runs", "theirs", "--out=elsewhere") == 4 and (folder / "elsewhere" / "table.md").exists()
 
 
-def test_pages_of_runs_say_what_a_token_is(folder: Path) -> None:
+def test_pages_of_runs_say_what_a_token_is(folder: Path, monkeypatch) -> None:
+    monkeypatch.setattr(command_line, "Runner", InThisProcess)
     assert compare(*QUICK, "--seeds=1", "--out=out") == 4 == compare("--runs=out/runs", "--out=again")
     for page in ((folder / name / "page.html").read_text() for name in ("out", "again")):
         assert "thousand bytes" in page and "nats per byte" in page and "bytes per parameter" in page
@@ -242,11 +248,20 @@ def test_bad_input_gets_one_line_before_anything_is_spent(change: list[str], sai
     assert not list(folder.rglob("*.part"))
 
 
-@pytest.mark.parametrize("name", ["by_values", "by_part", "built"])
-def test_models_are_known_alike_in_every_process(name: str, folder: Path, capsys) -> None:
-    assert compare(*QUICK, f"--model=my_model.py:{name}", "--seeds=1", "--out=out") == 4
-    assert "page: out" in capsys.readouterr().out
-    assert len(list((folder / "out" / "runs").glob("*.jsonl"))) == 2
+def test_models_are_known_alike_in_every_process(folder: Path, capsys, monkeypatch) -> None:
+    with Runner(
+        Places(folder, folder), device="cpu", at_once=1
+    ) as runner:  # for all, as a process takes seconds to start
+
+        def shared(places: Places, **options: Any) -> AbstractContextManager[Runner]:
+            runner.places = places
+            return nullcontext(runner)
+
+        monkeypatch.setattr(command_line, "Runner", shared)
+        for name in ("by_values", "by_part", "built"):
+            assert compare(*QUICK, f"--model=my_model.py:{name}", "--seeds=1", f"--out={name}") == 4
+            assert f"page: {name}" in capsys.readouterr().out
+            assert len(list((folder / name / "runs").glob("*.jsonl"))) == 2
 
 
 @pytest.mark.parametrize(
@@ -282,18 +297,28 @@ def test_a_token_beyond_the_models_output_is_named(folder: Path) -> None:
         source.loss(source.make(torch.float32), tokens)
 
 
+DIGESTS = """
+import os
+from fp4engine.compare.task import source_of
+
+for comment in ("", "", "# scaled\\n"):
+    with open("their_layers.py", "a") as file:
+        file.write(comment)
+    process = os.fork()  # which has imported neither file
+    if process == 0:
+        print(source_of("their_model:model").digest(), flush=True)
+        os._exit(0)
+    assert os.waitpid(process, 0)[1] == 0
+"""
+
+
 def test_a_model_is_known_by_all_files_that_its_classes_are_in(folder: Path) -> None:
     (folder / "their_layers.py").write_text("import torch\nclass Layer(torch.nn.Linear):\n    pass\n")
     (folder / "their_model.py").write_text(
         "from their_layers import Layer\ndef model():\n    return Layer(4, 4), lambda model, x: model(x).sum()\n"
     )
-    script = "from fp4engine.compare.task import source_of; print(source_of('their_model:model').digest())"
-    digests: list[str] = []
-    for comment in ("", "", "# scaled\n"):
-        with (folder / "their_layers.py").open("a") as file:
-            file.write(comment)
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-        digests.append(done.stdout.split()[-1])
+    done = subprocess.run([sys.executable, "-c", DIGESTS], capture_output=True, text=True, check=True)
+    digests = done.stdout.split()
     assert digests[0] == digests[1] != digests[2]
 
 
@@ -327,8 +352,10 @@ LONG = (*QUICK, "--steps=40", "--seeds=1", "--save-every=0.001")
 
 
 @pytest.mark.slow
-def test_killed_runs_end_with_the_same_bytes(folder: Path, command, request) -> None:
-    assert compare(*LONG, "--out=whole") == 4  # one seed tells nothing
+def test_killed_runs_end_with_the_same_bytes(folder: Path, command, request, monkeypatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(command_line, "Runner", InThisProcess)
+        assert compare(*LONG, "--out=whole") == 4  # one seed tells nothing
     wanted = rows_of(folder / "whole")
     assert len(wanted) == 2
     for kill in range(max(1, request.config.getoption("--kills") // 3)):  # a start takes seconds
@@ -340,11 +367,8 @@ def test_killed_runs_end_with_the_same_bytes(folder: Path, command, request) -> 
                 break
             time.sleep(0.02)
         process.kill()
-        process.wait()
-        time.sleep(1.5)  # the processes that train notice that nobody is there, and leave
-    process = command(*LONG, "--out=killed")
-    told, _ = process.communicate()
-    assert process.returncode == 4, told
+        process.communicate(timeout=60)  # until the processes that train have left too, and nobody holds the pipe
+    assert compare(*LONG, "--out=killed") == 4
     assert rows_of(folder / "killed") == wanted
     assert not list((folder / "killed").rglob("*.part")) and not list((folder / "killed" / "unfinished").glob("*"))
 
@@ -363,11 +387,9 @@ def test_a_signal_to_all_processes_saves_what_is_under_way(folder: Path, command
 
 
 @pytest.mark.slow
-def test_a_failing_run_stops_no_other_and_is_named_in_one_line(folder: Path, command) -> None:
-    (folder / "my_model.py").write_text(MODEL.replace("tokens % 32)", "fails(tokens) % 32)") + FAILS)
-    process = command(*QUICK, "--seeds=2", "--out=out", "--jobs=1")
-    told, _ = process.communicate()
-    assert process.returncode == 2
+def test_a_failing_run_stops_no_other_and_is_named_in_one_line(folder: Path, capsys) -> None:
+    (folder / "failing.py").write_text(MODEL.replace("tokens % 32)", "fails(tokens) % 32)") + FAILS)
+    told = refused(capsys, *QUICK, "--model=failing.py:small", "--seeds=2", "--out=out", "--jobs=1")
     assert "2 of 4 runs failed, and what finished is kept: nvfp4, seed 0 and nvfp4, seed 1: " in told
     assert "No space left on device" in told
     assert {result.label for result in read_folders([folder / "out" / "runs"])} == {"baseline"}

@@ -15,11 +15,11 @@ from fp4engine.compare.page import About, html
 from fp4engine.compare.runner import Job
 from fp4engine.compare.sensitivity import Sensitivity, measure, short, units_of
 from fp4engine.compare.statistics import DOES_NOT, TRAINS
-from fp4engine.compare.training import Places, train
+from fp4engine.compare.training import Places
 from fp4engine.formats import CastSpec, Rotation
 from fp4engine.inspect.search import only
 from fp4engine.recipe import Casts, LinearRecipe, Recipe, zoo
-from tests.tiny_task import TinyTask
+from tests.tiny_task import InThisProcess, TinyTask
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -33,17 +33,6 @@ BIASED = LinearRecipe(
 )
 TASK = TinyTask(steps=60, evaluate_every=30, learning_rate=3e-3)
 TOLERANCE = 10.0
-
-
-class InThisProcess:
-    """Stands for a `Runner`."""
-
-    def __init__(self, places: Places) -> None:
-        self.places = places
-
-    def make(self, jobs: Sequence[Job], what: str = "") -> None:
-        for job in jobs:
-            train(job.task, job.run, self.places, looks=job.looks, keep=job.keep)
 
 
 class Planned(InThisProcess):
