@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -311,20 +312,15 @@ def test_nothing_is_said_to_be_saved_below_a_file(arguments: list[str], tmp_path
     assert "README.md" in error and error.endswith("; no run has begun\n")
 
 
-def test_a_file_that_the_system_refuses_to_write_is_one_line(arguments: list[str], tmp_path: Path) -> None:
+def test_a_file_that_the_system_refuses_to_write_is_one_line(arguments: list[str], tmp_path: Path, capsys) -> None:
     """A limit on the size of files instead of a full disk: the failing write is the kernel's."""
-    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)); import train_gpt; "
-    code = f"{limit} import sys; sys.exit(train_gpt.main({[*arguments, '--name', 'a']!r}))"
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=EXAMPLES,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": ":".join(sys.path)},
-    )
-    assert result.returncode == 2, result.stderr
-    assert "File too large; what was saved before is whole" in result.stderr.splitlines()[-1]
-    assert "Traceback" not in result.stderr
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        error = refusal([*arguments, "--name", "a"], capsys)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "File too large; what was saved before is whole" in error
     assert not list((tmp_path / "runs" / "a").rglob("*.partial"))
 
 

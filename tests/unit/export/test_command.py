@@ -3,15 +3,14 @@
 import argparse
 import json
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import fp4engine
-from fp4engine.export import ServedCheckpoint, TensorFolder, calibrate, export_checkpoint
+from fp4engine import cli
+from fp4engine.export import ServedCheckpoint, TensorFolder, calibrate, export_checkpoint, writer
 from fp4engine.export.command import add_arguments, main
 from fp4engine.recipe import NVFP4BlockScaling
 from tests.tiny import head, llama, served_architecture
@@ -137,20 +136,26 @@ def test_a_model_that_cannot_be_is_one_line_without_warnings(tmp_path, source, c
     assert [str(warning.message) for warning in recwarn if "zero-element" in str(warning.message)] == []
 
 
-@pytest.mark.parametrize("moment", ["terminated", "interrupted"])
-def test_a_stopped_export_cleans_up_and_says_so_in_one_line(tmp_path, source, moment) -> None:
-    signum = {"terminated": signal.SIGTERM, "interrupted": signal.SIGINT}[moment]
-    script = (
-        "import os, signal, sys; from fp4engine.export import writer; from fp4engine.cli import main\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a job in a shell's background ignores it
-        f"writer.save_file = lambda *_, **__: os.kill(os.getpid(), {signum.value})\n"
-        "sys.exit(main(sys.argv[1:]))"
-    )
-    words = ["export", str(tmp_path / "trained"), str(tmp_path / "served"), "--inputs", "high_precision"]
-    done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, check=False)
-    assert done.returncode == 128 + signum.value
-    assert done.stderr.splitlines()[-1] == "fp4engine export: stopped"
-    assert "Traceback" not in done.stderr
+@pytest.mark.parametrize(
+    ("signum", "handler"),
+    [
+        pytest.param(signal.SIGTERM, signal.SIG_IGN, id="terminated"),
+        pytest.param(signal.SIGINT, signal.default_int_handler, id="interrupted"),  # a job in the background ignores it
+    ],
+)
+def test_a_stopped_export_cleans_up_and_says_so_in_one_line(
+    tmp_path, source, capsys, monkeypatch, signum, handler
+) -> None:
+    monkeypatch.setattr(writer, "save_file", lambda *_, **__: signal.raise_signal(signum))
+    before = signal.signal(signum, handler)
+    try:
+        with pytest.raises(BaseException) as left:
+            cli.main(["export", f"{tmp_path / 'trained'}", f"{tmp_path / 'served'}", "--inputs", "high_precision"])
+        assert signal.getsignal(signum) is handler
+    finally:
+        signal.signal(signum, before)
+    assert isinstance(left.value, SystemExit) and left.value.code == 128 + signum
+    assert capsys.readouterr().err.splitlines()[-1] == "fp4engine export: stopped"
     assert {path.name for path in tmp_path.iterdir()} == {"trained"}
 
 
