@@ -170,7 +170,25 @@ def wait_for(condition: Callable[[], bool], child: subprocess.Popen[str]) -> Non
     raise AssertionError("waited for too long")
 
 
-def test_killed_and_interrupted_runs_continue_bit_for_bit(arguments: list[str], tmp_path: Path) -> None:
+@contextmanager
+def interrupted(step: int) -> Iterator[None]:
+    """Ctrl-C in this process, when a run has written the loss of ``step``; where it does not listen, nobody does."""
+    append, before = Metrics.append, signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def interrupting(metrics: Metrics, rows: list[dict[str, Any]]) -> None:
+        append(metrics, rows)
+        if any(row["step"] == step and "loss" in row for row in rows):
+            signal.raise_signal(signal.SIGINT)
+
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Metrics, "append", interrupting)
+            yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_killed_and_interrupted_runs_continue_bit_for_bit(arguments: list[str], tmp_path: Path, capsys) -> None:
     steps = 60
     argv = [*arguments, "--tokens", str(32 * steps), "--precision", "nvfp4", "--checkpoint-every", "15"]
     run = tmp_path / "runs" / "broken"
@@ -183,11 +201,9 @@ def test_killed_and_interrupted_runs_continue_bit_for_bit(arguments: list[str], 
     with (run / "nvfp4" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2')  # a line that was cut off
 
-    child = process(["--runs", str(tmp_path / "runs"), "--resume"])  # the newest run, with its own settings
-    wait_for(lambda: len(losses(run)) > 35 and losses(run)[-1]["step"] > 30, child)
-    child.send_signal(signal.SIGINT)
-    output, error = child.communicate()
-    assert child.returncode == 130, error
+    with interrupted(37):
+        assert train_gpt.main(["--runs", str(tmp_path / "runs"), "--resume"]) == 130  # the newest run, as it began
+    output = capsys.readouterr().out
     assert "continues after step" in output
     assert "all saved; to continue: " in output
     stopped = checkpoint.checkpoints(run / "nvfp4" / "checkpoints")[-1]
@@ -253,10 +269,8 @@ def test_two_processes_are_never_in_one_folder(arguments: list[str], tmp_path: P
     assert steps == list(range(1, len(steps) + 1))
     child.kill()  # a process that is killed leaves no lock behind
     child.wait()
-    child = process([*argv, "--resume"])
-    wait_for(lambda: len(losses(run, "bf16")) > len(steps) + 10, child)
-    child.kill()
-    child.wait()
+    with interrupted(steps[-1] + 10):
+        assert train_gpt.main([*argv, "--resume"]) == 130
 
 
 class FullDisk:
