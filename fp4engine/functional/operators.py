@@ -50,8 +50,10 @@ def take(call: Call, weight: Tensor) -> bool:
     return call.shards is None and call.weight_cache.tiles(weight) is not None
 
 
-class Told(NamedTuple):
-    """What an operator is told in one string: each argument more takes PyTorch's dispatcher up to a microsecond.
+class Configuration(NamedTuple):
+    """Arguments of an operator that are neither tensors nor sizes.
+
+    An operator takes them as one string, since every argument costs up to a microsecond in PyTorch's dispatcher.
 
     Attributes:
         parts: of how many parts a weight consists that comes as tiles; 0 for another weight.
@@ -68,18 +70,18 @@ class Told(NamedTuple):
     rank: int | None
     groups: tuple[str, ...]
 
-    def in_words(self) -> str:
-        """The string, which holds in other processes too."""
-        words = self.plan.key, *self.needs[:2], self.parts, *self.dtypes, self.rank, *self.groups
-        return "|".join([f"{word}" for word in words])
+    def encode(self) -> str:
+        """The string; it is valid in other processes too."""
+        fields = self.plan.key, *self.needs[:2], self.parts, *self.dtypes, self.rank, *self.groups
+        return "|".join([f"{field}" for field in fields])
 
     @staticmethod
-    def of(words: str) -> "Told":
-        """Inverse of :meth:`in_words`."""
-        key, dgrad, wgrad, parts, dtype, weight_dtype, rank, *groups = words.split("|")
+    def decode(encoded: str) -> "Configuration":
+        """Inverse of :meth:`encode`."""
+        key, dgrad, wgrad, parts, dtype, weight_dtype, rank, *groups = encoded.split("|")
         dtypes = getattr(torch, dtype.removeprefix("torch.")), getattr(torch, weight_dtype.removeprefix("torch."))
         needs, whose = Needs(dgrad == "True", wgrad == "True"), None if rank == "None" else int(rank)
-        return Told(plan_of(key), needs, int(parts), dtypes, whose, tuple(groups))
+        return Configuration(plan_of(key), needs, int(parts), dtypes, whose, tuple(groups))
 
 
 class ByOperator(NamedTuple):
@@ -111,7 +113,7 @@ def run_forward(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> t
         None if bias is None else bias.detach(),
         given,
         token,
-        Told(call.plan, call.needs, parts, (x.dtype, weight.dtype), None, groups).in_words(),
+        Configuration(call.plan, call.needs, parts, (x.dtype, weight.dtype), None, groups).encode(),
         weight.shape[0],
     )
     tensors = [kept] if call.needs.wgrad or (call.needs.dgrad and tiles is None) else []
@@ -136,7 +138,7 @@ def run_backward(
             list(kept),
             ops.state_of(device, stream) if plan.draws_in_backward else None,
             order_token(device, "backward") if groups else None,
-            Told(plan, needs, layout.parts, call.dtypes[:2], rank, (groups,)).in_words(),
+            Configuration(plan, needs, layout.parts, call.dtypes[:2], rank, (groups,)).encode(),
             call.cols,
             place,
         )
@@ -163,7 +165,7 @@ def _linear_forward(
     bias: Tensor | None,
     given: Tensor | None,
     token: Tensor | None,
-    told: str,
+    configuration: str,
     outs: int,
 ) -> tuple[Tensor, Tensor]:
     """The output, and what backward needs in one tensor, which is empty if it needs nothing.
@@ -174,21 +176,21 @@ def _linear_forward(
     Args:
         weight: [N, K]; or the tiles of a :class:`~fp4engine.ops.TiledOperand`.
         given: the weight's amaxes, see :attr:`fp4engine.functional.shards.Shards.weight_amaxes`.
-        told: the words of a :class:`Told`.
+        configuration: an encoded :class:`Configuration`.
         outs: N.
     """
     rows, cols = x.shape
-    asked, call, layout, size = _known(told, rows, outs, cols)
+    own, call, layout, size = _prepared(configuration, rows, outs, cols)
     cast = None
     if bias is not None:
-        call = call._replace(dtypes=(*asked.dtypes, bias.dtype))
-    if asked.parts:
-        spec = asked.plan.weight.rowwise_spec
+        call = call._replace(dtypes=(*own.dtypes, bias.dtype))
+    if own.parts:
+        spec = own.plan.weight.rowwise_spec
         assert spec is not None
-        tiles = TiledOperand(spec, outs, cols, asked.parts, weight)
-        cast = CastWeight(tiles, tiles if asked.needs.dgrad else None, None)
-    if any(asked.groups) or given is not None:
-        of_input, of_weight = map(_shard, asked.groups)
+        tiles = TiledOperand(spec, outs, cols, own.parts, weight)
+        cast = CastWeight(tiles, tiles if own.needs.dgrad else None, None)
+    if any(own.groups) or given is not None:
+        of_input, of_weight = map(_shard, own.groups)
         call = call._replace(shards=Shards(of_input, of_weight, weight_amaxes=given))
     y, kept, found = call.forward(x, weight, bias, cast)
     if found.slots == layout.slots:
@@ -201,23 +203,23 @@ def _linear_backward(
     kept: Sequence[Tensor],
     state: Tensor | None,
     token: Tensor | None,
-    told: str,
+    configuration: str,
     cols: int,
     place: Sequence[int] | None,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of input and weight; one that is not asked for is an empty tensor. Writes to ``state``.
+    """Gradients of input and weight; one that is not needed is an empty tensor. Writes to ``state``.
 
     Args:
         kept: what the forward operator keeps, and behind it the weight's tiles, if there are any.
         state: of the random stream that stochastic casts draw from.
-        told: the words of a :class:`Told`.
+        configuration: an encoded :class:`Configuration`.
         place: row and column at which the gradient begins in the whole matrix; None if it is whole.
     """
     rows, outs = grad_output.shape
-    asked, call, layout, _ = _known(told, rows, outs, cols)
-    if any(asked.groups) or asked.rank is not None or place is not None:
-        call = call._replace(shards=Shards(grad_output=_shard(asked.groups[0], place), rank=asked.rank))
-    grad_input, grad_weight, _ = call.backward(layout, grad_output, kept, asked.needs, state)
+    own, call, layout, _ = _prepared(configuration, rows, outs, cols)
+    if any(own.groups) or own.rank is not None or place is not None:
+        call = call._replace(shards=Shards(grad_output=_shard(own.groups[0], place), rank=own.rank))
+    grad_input, grad_weight, _ = call.backward(layout, grad_output, kept, own.needs, state)
     made = grad_input, grad_weight
     dgrad, wgrad = [grad_output.new_empty(0) if grad is None else grad.contiguous() for grad in made]
     return dgrad, wgrad
@@ -227,33 +229,33 @@ _NOBODY = ExecutedGemms()
 """Nobody counts products of compiled code."""
 
 
-class Known(NamedTuple):
-    """What follows from the words and the sizes that an operator is told.
+class Prepared(NamedTuple):
+    """What an operator derives from its configuration and its sizes.
 
     Attributes:
         call: without the shards and the bias.
         layout, size: of what the forward operator keeps, see :func:`_layout`.
     """
 
-    told: Told
+    configuration: Configuration
     call: Call
     layout: Layout
     size: int
 
 
 @lru_cache(maxsize=MOST_QUESTIONS)
-def _known(words: str, rows: int, outs: int, cols: int) -> Known:
-    told = Told.of(words)
-    call = Call(told.plan, _NOBODY, None, None, None, told.needs, None, cols, (*told.dtypes, None))
-    return Known(told, call, *_layout(told, rows, outs, cols))
+def _prepared(encoded: str, rows: int, outs: int, cols: int) -> Prepared:
+    own = Configuration.decode(encoded)
+    call = Call(own.plan, _NOBODY, None, None, None, own.needs, None, cols, (*own.dtypes, None))
+    return Prepared(own, call, *_layout(own, rows, outs, cols))
 
 
-def _layout(told: Told, rows: int, outs: int, cols: int) -> tuple[Layout, int]:
+def _layout(own: Configuration, rows: int, outs: int, cols: int) -> tuple[Layout, int]:
     """The layout of what the forward operator keeps in one tensor, whose bytes it tells, and of the tiles behind it.
 
     Of each operand that is codes, block scales and amax.
     """
-    plan, needs, parts = told.plan, told.needs, told.parts
+    plan, needs, parts = own.plan, own.needs, own.parts
     kept: list[tuple[CastSpec | None, int, int]] = []
     if needs.wgrad:
         kept.append((plan.input.columnwise_spec, cols, rows))
@@ -283,18 +285,17 @@ def _joined(record: Kept, layout: Layout, like: Tensor, size: int) -> Tensor:
     return joined
 
 
-def _linear_forward_outputs(x: Tensor, told: str, outs: int) -> list[Output]:
+def _linear_forward_outputs(x: Tensor, configuration: str, outs: int) -> list[Output]:
     rows, cols = x.shape
-    _, size = _layout(Told.of(told), rows, outs, cols)  # sizes may be symbols here
+    _, size = _layout(Configuration.decode(configuration), rows, outs, cols)  # sizes may be symbols here
     return [Output((rows, outs), x.dtype), Output((size,), torch.uint8)]
 
 
-def _linear_backward_outputs(grad_output: Tensor, told: str, cols: int) -> list[Output]:
-    (rows, outs), absent = grad_output.shape, Output((0,), grad_output.dtype)
-    asked = Told.of(told)
+def _linear_backward_outputs(grad_output: Tensor, configuration: str, cols: int) -> list[Output]:
+    (rows, outs), own, absent = grad_output.shape, Configuration.decode(configuration), Output((0,), grad_output.dtype)
     return [
-        Output((rows, cols), asked.dtypes[0]) if asked.needs.dgrad else absent,
-        Output((outs, cols), asked.dtypes[1]) if asked.needs.wgrad else absent,
+        Output((rows, cols), own.dtypes[0]) if own.needs.dgrad else absent,
+        Output((outs, cols), own.dtypes[1]) if own.needs.wgrad else absent,
     ]
 
 

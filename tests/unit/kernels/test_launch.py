@@ -21,7 +21,7 @@ from fp4engine import capability, ops
 from fp4engine.formats import E8M0, CastSpec, Outer, RoundingMode, ScaleRule
 from fp4engine.formats.one_buffer import offsets_by_lifetime
 from fp4engine.functional import make_linear_plan
-from fp4engine.functional.operators import Told
+from fp4engine.functional.operators import Configuration
 from fp4engine.functional.program import Needs
 from fp4engine.kernels import compiling, launch
 from fp4engine.kernels.gemm_launch import block_of
@@ -500,8 +500,8 @@ def test_a_forward_saves_one_tensor_for_backward(on_stubs, compiled):
 def test_launches_keep_what_fakes_say(on_stubs, recipe, needs_dgrad, needs_wgrad, shape):
     (rows, ins, outs), plan = shape, make_linear_plan(recipe, "linear")
     x, weight = torch.empty(rows, ins, dtype=BF16), torch.empty(outs, ins, dtype=BF16)
-    told = Told(plan, Needs(needs_dgrad, needs_wgrad), 0, (BF16, BF16), None, ("", ""))
-    asked = (None, None, None, told.in_words(), outs)
+    told = Configuration(plan, Needs(needs_dgrad, needs_wgrad), 0, (BF16, BF16), None, ("", ""))
+    asked = (None, None, None, told.encode(), outs)
     _, kept = torch.ops.fp4engine.linear_forward(x, weight, *asked)
     with FakeTensorMode() as mode:
         _, fake = torch.ops.fp4engine.linear_forward(mode.from_tensor(x), mode.from_tensor(weight), *asked)

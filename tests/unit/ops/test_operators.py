@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_map_only
 from fp4engine import NVFP4Quantizer, Quantizer, ops
 from fp4engine.formats import E4M3, E8M0, CastSpec, Correction, Outer, Rotation, RoundingMode, ScaleRule, Signs, fp8
 from fp4engine.functional import make_linear_plan
-from fp4engine.functional.operators import Told
+from fp4engine.functional.operators import Configuration
 from fp4engine.functional.plan import plan_of
 from fp4engine.functional.program import Needs
 from fp4engine.kernels.source import Asked
@@ -93,11 +93,11 @@ def test_fakes_of_a_layers_operators_tell_the_truth(recipe, needs_dgrad, needs_w
     x, weight, grad = torch.randn(rows, ins).bfloat16(), torch.randn(outs, ins), torch.randn(rows, outs).bfloat16()
     forward, backward = torch.ops.fp4engine.linear_forward, torch.ops.fp4engine.linear_backward
     dtypes, needs = (torch.bfloat16, torch.float32), Needs(needs_dgrad, needs_wgrad)
-    told = (None, None, Told(plan, needs, 0, dtypes, None, ("", "")).in_words(), outs)
+    told = (None, None, Configuration(plan, needs, 0, dtypes, None, ("", "")).encode(), outs)
     assert_fake_tells_the_truth(forward, x, weight, torch.randn(outs), *told)
     _, kept = forward(x, weight, None, *told)
     assert (kept.numel() > 0) == any(needs)
-    told = (torch.tensor([1, 2]), None, Told(plan, needs, 0, dtypes, None, ("",)).in_words(), ins, None)
+    told = (torch.tensor([1, 2]), None, Configuration(plan, needs, 0, dtypes, None, ("",)).encode(), ins, None)
     if any(needs):
         assert_fake_tells_the_truth(backward, grad, [kept], *told)
     memory = [t.untyped_storage().data_ptr() for t in (x, weight, kept) if t.numel()]
@@ -119,11 +119,11 @@ def test_fakes_of_operators_on_tiles_tell_the_truth(recipe, shape) -> None:
     dtypes, state = (torch.bfloat16, torch.float32), torch.tensor([1, 2])
     for needs_wgrad in (True, False):
         needs = Needs(True, needs_wgrad)
-        told = (None, None, Told(plan, needs, 1, dtypes, None, ("", "")).in_words(), outs)
+        told = (None, None, Configuration(plan, needs, 1, dtypes, None, ("", "")).encode(), outs)
         forward = (x, *weight, torch.randn(outs), *told)
         assert_fake_tells_the_truth(fp4.linear_forward, *forward)
         kept = [fp4.linear_forward(*forward)[1]] if needs_wgrad else []
-        told = (state, None, Told(plan, needs, 1, dtypes, None, ("",)).in_words(), ins, None)
+        told = (state, None, Configuration(plan, needs, 1, dtypes, None, ("",)).encode(), ins, None)
         assert_fake_tells_the_truth(fp4.linear_backward, grad, [*kept, *weight], *told)
 
 
