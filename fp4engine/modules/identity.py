@@ -102,11 +102,13 @@ class Root:
                 )
 
     def names_left(self) -> list[tuple[str, ...]]:
-        """Those of :attr:`names` at which the model still has a layer; all of them where there is no model."""
+        """Those of :attr:`names` by which the model still has a layer; all of them where there is no model."""
         if (model := self.model) is None:
             return list(self.names)
         here = {
-            _name_at(module, plain_path(path))
+            module.name
+            if isinstance(module, Named) and module._identity is None
+            else _name_at(module, plain_path(path))
             for path, module in model.named_modules(remove_duplicate=False)
             if isinstance(module, Named | nn.Linear)
         }

@@ -271,6 +271,17 @@ def test_a_rule_whose_layers_are_all_taken_out_is_not_approved(whole, min_fracti
     fp4engine.assert_quantized(model, recipe=ruled("layers.1"))
 
 
+@pytest.mark.filterwarnings("ignore:rules that match no module")
+def test_a_rule_about_the_name_that_a_layer_had_before_it_was_told_another_is_not_approved() -> None:
+    model, recipe = converted(), ruled("head")
+    model.head.name = "output"
+    assert not in_high_precision(model, recipe)
+    with pytest.raises(ValueError, match="rules that match no module: name='head'; the modules are output, layers"):
+        fp4engine.assert_quantized(model, recipe=recipe)
+    assert in_high_precision(model, ruled("layers.1")) == {"layers.1.up", "layers.1.down"}
+    fp4engine.assert_quantized(model, recipe=ruled("layers.1"))
+
+
 def test_a_model_that_is_a_layer_keeps_the_name_that_it_was_given() -> None:
     model, recipe = fp4engine.LayerNormLinear(16, 16, name="query", device="cpu"), ruled("query")
     fp4engine.convert(model)
