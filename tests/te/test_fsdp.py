@@ -108,8 +108,17 @@ def test_shards_that_tear_blocks_are_refused(tmp_path: Path) -> None:
     spawn(refuse, (str(tmp_path),), WORLD)
 
 
-def test_a_flat_view_of_blocks_gives_values_and_warns() -> None:
+def test_a_flat_view_of_blocks_gives_values_into_which_nothing_can_be_written() -> None:
     tensor = te.MXFP8Quantizer(te.DType.kFloat8E4M3)(torch.randn(32, 64))
-    with pytest.warns(UserWarning, match=r"view\(-1\) of MXFP8Tensor gives its decoded values"):
-        flat = tensor.view(-1)
-    assert torch.equal(flat, tensor.dequantize().flatten())
+    flat, values = tensor.view(-1), tensor.dequantize()
+    assert torch.equal(flat + 0, values.flatten()) and torch.equal(flat[3:5] * 2, values.flatten()[3:5] * 2)
+    for write in (
+        flat.zero_,
+        lambda: flat.copy_(values.flatten() * 2),
+        lambda: flat[3:5].fill_(1.0),
+        lambda: flat.detach().mul_(2),
+        lambda: tensor.flatten().fill_(1.0),
+    ):
+        with pytest.raises(RuntimeError, match=r"a write into a view .* would be lost"):
+            write()
+    assert torch.equal(tensor.dequantize(), values)

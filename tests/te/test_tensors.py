@@ -381,6 +381,46 @@ def test_views_by_other_leading_axes_share_bytes(name: str) -> None:
             tensor.view(32, 512)
 
 
+WHOLE_VIEWS = {
+    "unsqueeze": lambda t: t.unsqueeze(0),
+    "squeeze": lambda t: t.squeeze(),
+    "slice": lambda t: t[0:64],
+    "narrow": lambda t: t.narrow(0, 0, 64),
+    "chunk": lambda t: t.chunk(1)[0],
+    "split": lambda t: t.split(64)[0],
+    "unbind": lambda t: t.view(1, 64, 256).unbind(0)[0],
+}
+
+
+@pytest.mark.parametrize("way", WHOLE_VIEWS)
+@pytest.mark.parametrize("name", ALL)
+def test_what_is_written_into_a_view_of_everything_is_there(name: str, way: str) -> None:
+    tensor, values = ALL[name](torch.randn(64, 256)), torch.randn(64, 256)
+    WHOLE_VIEWS[way](tensor).copy_(values)
+    for attribute, value in ALL[name](values)._tensors().items():
+        assert torch.equal(getattr(tensor, attribute), value), attribute
+
+
+def test_a_view_without_a_transpose_that_is_stored_takes_no_writes() -> None:
+    tensor = per_tensor()(torch.randn(32, 64))
+    for view in (tensor.view(-1), tensor.view(64, 32), tensor.view(64, 32).detach()):
+        with pytest.raises(RuntimeError, match="a write into a view"):
+            view.mul_(2)
+    tensor.update_usage(columnwise_usage=False)
+    values = tensor.dequantize()
+    tensor.view(-1).mul_(2)
+    assert torch.equal(tensor.dequantize(), 2 * values)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_an_operation_in_place_does_not_change_the_shape(name: str) -> None:
+    tensor = ALL[name](torch.randn(64, 256))
+    for change in (lambda: tensor.unsqueeze_(0), lambda: tensor.resize_(4, 16, 256)):
+        with pytest.raises(RuntimeError, match=r"would give a tensor .* the shape"):
+            change()
+    assert tensor.shape == (64, 256)
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_parts_share_bytes_and_take_no_writes(name: str) -> None:
     whole = ALL[name](torch.randn(256, 512))

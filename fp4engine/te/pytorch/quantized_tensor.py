@@ -17,7 +17,7 @@ from fp4engine.te.pytorch.base_storage import (
     restore_from_func_ctx,
     restore_from_saved,
 )
-from fp4engine.te.pytorch.layout import remember, remembered
+from fp4engine.te.pytorch.layout import matrix_shape, remember, remembered
 from fp4engine.te.pytorch.quantizer import Quantizer, StraightThrough, decoded, lost
 from fp4engine.tensor import Operand, is_transposable
 
@@ -307,6 +307,10 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: igno
             several = isinstance(given, list | tuple)
             for one, values in zip(given, plain, strict=True) if several else [(given, plain)]:
                 if isinstance(one, QuantizedTensor):
+                    if values.shape != one.shape:
+                        raise RuntimeError(
+                            f"{func} would give a tensor {list(one.shape)} of codes the shape {list(values.shape)}"
+                        )
                     one.quantize_(values)
                     result = result if several else one  # operations on lists return nothing
         return result
@@ -325,16 +329,26 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: igno
             raise NotImplementedError(f"{type(self).__name__} class does not support tensor views")
         if func in WHOLE:
             shape = func(torch.empty(self.shape, dtype=torch.uint8, device="meta"), *args, **kwargs).shape
-            view = self._with(shape, self._viewed(shape))
-            view._is_part = self._is_part
-            return view
+            return self._whole_view(shape)
         parts = None if func is aten.view.dtype else self._parted(func, args, kwargs)
         if parts is None:
             return None
-        views = [self._with(*part) for part in parts]
+        views = [
+            self._whole_view(shape) if self._has_all_of(shape) else self._with(shape, given) for shape, given in parts
+        ]
         for view in views:
-            view._is_part = self._shares_scales and (self._is_part or view.numel() != self.numel())
+            view._is_part |= self._is_part or (self._shares_scales and view.numel() != self.numel())
         return views[0] if func._schema.returns[0].type.kind() == "TensorType" else views
+
+    def _has_all_of(self, shape: torch.Size) -> bool:
+        """Whether a rectangle of this tensor that has ``shape`` is all of it, under other leading axes."""
+        return self._shares_scales and matrix_shape(shape) == matrix_shape(self.shape)
+
+    def _whole_view(self, shape: torch.Size) -> Any:
+        """All elements by another ``shape``; nothing can be written into a view that lacks a side of this tensor."""
+        view = self._with(shape, self._viewed(shape))
+        view._is_part = self._is_part or any(self.has(side) and not view.has(side) for side in self._SIDES)
+        return view
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         kept = {

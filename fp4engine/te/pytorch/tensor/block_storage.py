@@ -1,6 +1,5 @@
 """What storages with a scale for each block of codes have in common: MXFP8, FP8 in blocks of 128, and NVFP4."""
 
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -12,6 +11,7 @@ from fp4engine.formats import CastSpec
 from fp4engine.te.pytorch.base_storage import QuantizedTensorStorage
 from fp4engine.te.pytorch.layout import ScaleLayout, codes, matrix_shape, rectangle, transposed_shape, up_to
 from fp4engine.te.pytorch.quantized_tensor import WHOLE, Part, QuantizedTensor, Quantizer, listed
+from fp4engine.te.pytorch.tensor.identity_tensor import IdentityQuantizer
 from fp4engine.tensor import Operand
 from fp4engine.tensor import QuantizedTensor as Operands
 
@@ -196,12 +196,10 @@ class BlockTensor(BlockStorage, QuantizedTensor):
     def _view_by(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func not in WHOLE or len(args[0]) != 1 or self.ndim == 1:
             return super()._view_by(func, args, kwargs)
-        warnings.warn(
-            f"view(-1) of {type(self).__name__} gives its decoded values, and what is written into them is lost, since "
-            "blocks lie along the inner dimension; FSDP2 makes this view of each shard, and does not use it",
-            stacklevel=2,
-        )
-        return self.values_in(self.dtype).flatten()
+        # FSDP2 makes this view of each shard and does not use it; blocks lie along the inner dimension, which it lacks
+        view = IdentityQuantizer().quantize(self.values_in(self.dtype).flatten())
+        view._is_part = True
+        return view
 
     def fsdp_pre_all_gather(
         self, mesh: Any, orig_size: Any, contiguous_orig_stride: Any, module: Any, mp_policy: Any
