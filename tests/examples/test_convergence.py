@@ -38,7 +38,7 @@ from fp4engine.recipe import Recipe, zoo
 from fp4engine.roles import QuantizerRole
 from gpt.data import load_corpus
 from gpt.settings import InputError
-from tests.tiny_task import trained
+from tests.tiny_task import InThisProcess, trained
 
 SMALL = dataclasses.replace(PRESETS["tiny"], layers=1, width=32, sequence=16, batch=2, tokens=2 * 16 * 11)
 
@@ -245,15 +245,21 @@ def options(texts: Path, folder: Path, *more: str) -> list[str]:
 
 @pytest.mark.slow
 def test_the_command_trains_once_and_then_only_reports(
-    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "results"
+    assert run.main(["noise", *options(texts, folder), "--variants", BASELINE]) == 0
+    (first,) = folder.rglob("*.jsonl")
+    began = first.stat().st_mtime_ns
+    monkeypatch.setattr(run, "Runner", InThisProcess)  # the others, with short validations, which no other process has
     more = ["--variants", BASELINE, "nvfp4", "nvfp4, other draws", "mxfp8"]
+    capsys.readouterr()
     assert run.main(["noise", *options(texts, folder), *more]) == 0
     table = capsys.readouterr().out.partition("How far")[2]
     assert "| nvfp4 | 1 |" in table and "| mxfp8 | 1 |" in table
     assert (folder / "tiny" / "noise.png").exists()
     files = {path: path.stat().st_mtime_ns for path in folder.rglob("*.jsonl")}
+    assert files[first] == began
     header = json.loads(next(path for path in files if path.name.startswith("nvfp4.")).read_text().splitlines()[0])
     assert (header["label"], header["seed"], header["setting"]["on"]) == ("nvfp4", 0, "cpu") and "commit" in header
     assert run.main(["noise", *options(texts, folder), *more]) == 0
