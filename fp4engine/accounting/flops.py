@@ -3,7 +3,7 @@
 import math
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -115,16 +115,16 @@ class _Watch(TorchDispatchMode):
         self.own: Counter[str] = Counter()
         self.opaque: set[str] = set()
 
-    def counted(self) -> Counter[str]:
+    def counted(self) -> dict[Any, int]:
         """FLOPs by operator up to now."""
-        return Counter({str(packet): flops for packet, flops in self.counter.flop_counts["Global"].items()})
+        return dict(self.counter.flop_counts["Global"])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = self.counted()
         output = func(*args, **(kwargs or {}))
-        new = self.counted() - before
-        if new and _is_called_from_ops():
-            self.own += new
+        # Few of a step's thousands of operators multiply.
+        if (after := self.counted()) != before and _is_called_from_ops():
+            self.own += _by_name(after) - _by_name(before)
         name = func.name() if hasattr(func, "name") else ""
         namespace = name.partition("::")[0]
         if name.partition(".")[0] in _WITHOUT_FORMULA or (name and namespace not in _TRANSPARENT):
@@ -143,7 +143,11 @@ def watch(step: Callable[[], Any]) -> Watched:
     counter = FlopCounterMode(display=False, custom_mapping=mapping)
     with torch.compiler.set_stance("force_eager"), counter, _Watch(counter) as mode:
         step()
-    return Watched(mode.counted() - mode.own, mode.opaque)
+    return Watched(_by_name(mode.counted()) - mode.own, mode.opaque)
+
+
+def _by_name(flops: Mapping[Any, int]) -> Counter[str]:
+    return Counter({str(packet): count for packet, count in flops.items()})
 
 
 def _is_called_from_ops() -> bool:
