@@ -20,15 +20,19 @@ _Shape = tuple[int, ...]
 _TRANSPARENT = ("aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "fsdp", "fp4engine", "inductor")
 """Namespaces of operators that either multiply nothing, or are counted by PyTorch or by the layers."""
 
-_WITHOUT_FORMULA = (
-    "aten::_cudnn_rnn",
-    "aten::_sparse_addmm",
-    "aten::_sparse_mm",
-    "aten::_trilinear",
-    "aten::addbmm",
-    "aten::miopen_rnn",
-    "aten::mkldnn_rnn_layer",
-)
+_WITHOUT_FORMULA = frozenset(
+    f"aten::{name}"
+    for name in (
+        "_cslt_sparse_mm", "_cudnn_rnn", "_dyn_quant_matmul_4bit", "_foreach_mm", "_mixed_dtypes_linear",
+        "_native_multi_head_attention", "_sparse_addmm", "_sparse_mm", "_sparse_mm_reduce_impl",
+        "_sparse_semi_structured_addmm", "_sparse_semi_structured_linear", "_sparse_semi_structured_mm",
+        "_sparse_sparse_matmul", "_transformer_encoder_layer_fwd", "_trilinear", "_triton_multi_head_attention",
+        "_triton_scaled_dot_attention", "_weight_int4pack_mm", "_weight_int4pack_mm_for_cpu",
+        "_weight_int4pack_mm_with_scales_and_zeros", "_weight_int8pack_mm", "conv_tbc", "hspmm", "linalg_matrix_exp",
+        "miopen_rnn", "mkldnn_linear", "mkldnn_rnn_layer", "quantized_gru", "quantized_lstm", "sparse_sampled_addmm",
+        "sspaddmm",
+    )
+)  # fmt: skip
 """Operators of PyTorch that multiply, and for which this module has no formula of FLOPs."""
 
 
@@ -38,9 +42,19 @@ def _grouped(left: _Shape, right: _Shape, *_: Any, **__: Any) -> int:
     return 2 * times * left[-2] * left[-1] * right[-1]
 
 
+def _added(_: _Shape, left: _Shape, right: _Shape, *__: Any, **___: Any) -> int:
+    """As :func:`_grouped`, of what is added to something else."""
+    return _grouped(left, right)
+
+
 def _by_vector(*shapes: _Shape, **_: Any) -> int:
     """[M, K] and [K], or [K] and [K]: every element of the larger meets one of the other."""
     return 2 * max(map(math.prod, shapes))
+
+
+def _distances(left: _Shape, right: _Shape, *_: Any, **__: Any) -> int:
+    """[..., M, K] and [..., N, K]: ``torch.cdist`` of more than 25 rows is a product."""
+    return 2 * math.prod(left) * right[-2]
 
 
 def _attention(query: _Shape, key: _Shape, value: _Shape, *_: Any, **__: Any) -> int:
@@ -83,8 +97,17 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "mv": _by_vector,
     "addmv": _by_vector,
     "dot": _by_vector,
+    "vdot": _by_vector,
+    "_int_mm": _grouped,
+    "_euclidean_dist": _distances,
+    "_addmm_activation": _added,
+    "addbmm": _added,
+    **{f"{name}_": _added for name in ("addmm", "baddbmm", "addbmm")},
+    "addmv_": _by_vector,
 }
 """``aten operator -> FLOPs by the shapes of its arguments``, where PyTorch has no formula or a wrong one.
+
+What is done in place is an operator of its own.
 
 In 2.13 its formula for the backward pass of a convolution ignores groups; in 2.11 that of attention refuses fewer heads
 of key and value than of query.
@@ -120,6 +143,11 @@ class _Watch(TorchDispatchMode):
         return dict(self.counter.flop_counts["Global"])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if isinstance(func, torch._ops.OpOverload) and func._overloadpacket not in self.counter.flop_registry:
+            with self:  # the counter would take it apart, too, and what it is made of would not be seen here
+                output = func.decompose(*args, **(kwargs or {}))
+            if output is not NotImplemented:
+                return output
         before = self.counted()
         output = func(*args, **(kwargs or {}))
         # Few of a step's thousands of operators multiply.

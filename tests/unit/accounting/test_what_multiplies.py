@@ -383,6 +383,14 @@ def test_an_operator_that_nobody_knows_is_refused_by_name() -> None:
         (lambda x: x @ x[0], 2 * 8 * 16),
         (lambda x: torch.addmv(x[:, 0], x, x[0]), 2 * 8 * 16),
         (lambda x: x @ x.T, 2 * 8 * 16 * 8),
+        (lambda x: x[:, 0].contiguous().addmv_(x, x[0]), 2 * 8 * 16),
+        (lambda x: torch.zeros(8, 8).addmm_(x, x.T), 2 * 8 * 16 * 8),
+        (lambda x: torch.zeros(3, 8, 8).baddbmm_(x.expand(3, 8, 16), x.T.expand(3, 16, 8)), 3 * 2 * 8 * 16 * 8),
+        (lambda x: torch.zeros(8, 8).addbmm_(x.expand(3, 8, 16), x.T.expand(3, 16, 8)), 3 * 2 * 8 * 16 * 8),
+        (lambda x: torch._int_mm(x.to(torch.int8).repeat(4, 2), x.to(torch.int8).repeat(4, 2).T), 2 * 32 * 32 * 32),
+        (lambda x: torch.vdot(x[0], x[0]), 2 * 16),
+        (lambda x: torch.cdist(x.repeat(4, 1), x), 2 * 32 * 8 * 16),
+        (lambda x: torch.cdist(x.repeat(4, 1), x, compute_mode="donot_use_mm_for_euclid_dist"), 0),
         (lambda x: nn.functional.grouped_mm(x, torch.randn(2, 16, 4), offs=torch.tensor([3, 8]).int()), 2 * 8 * 16 * 4),
         (lambda x: nn.functional.scaled_dot_product_attention(*[x.view(1, 1, 8, 16)] * 3), 2 * 2 * 8 * 8 * 16),
     ],
@@ -392,7 +400,33 @@ def test_products_outside_every_module_are_counted(multiply, flops: int) -> None
     fp4engine.convert(model, NVFP4BlockScaling())
     report = fp4engine.executed_gemms(model, lambda: multiply(torch.randn(8, 16)))
     assert sum(report.others.values()) == report.flops.total() == flops
-    assert report.fp4_share == 0
+    assert report.fp4_share == 0 or not flops
+
+
+@pytest.mark.parametrize(
+    ("operator", "multiply"),
+    [
+        (
+            "_native_multi_head_attention",
+            lambda x: nn.MultiheadAttention(16, 2, batch_first=True).eval()(*[x[None]] * 3),
+        ),
+        ("linalg_matrix_exp", lambda x: torch.matrix_exp(x @ x.T)),
+        ("conv_tbc", lambda x: torch.conv_tbc(x[:, None], torch.ones(3, 16, 4), torch.ones(4))),
+        ("_trilinear", lambda x: torch.bilinear(x, x, torch.ones(4, 16, 16), None)),
+    ],
+)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_an_operator_of_pytorch_without_formula_is_refused_by_name(operator: str, multiply, mode) -> None:
+    model = Model()
+    fp4engine.convert(model, NVFP4BlockScaling())
+
+    def step() -> None:
+        with mode():
+            multiply(model(torch.randn(8, 16))[:8])
+
+    with pytest.raises(AssertionError, match=f"aten::{operator}"):
+        fp4engine.assert_quantized(model, step, min_fraction=0.1)
+    fp4engine.assert_quantized(model, step, keep_high_precision=[f"aten::{operator}"], min_fraction=0.01)
 
 
 def test_patterns_that_cover_nothing_are_refused() -> None:
