@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--keep-high-precision",
         nargs="*",
         metavar="PATTERN",
-        help="layers that no recipe reaches (default: the output layer)",
+        help="layers that no recipe reaches (default: the output layer that the model tells, or lm_head)",
     )
     recipes = parser.add_argument_group("what is compared")
     recipes.add_argument(

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from fp4engine.compare import plan, statistics
 from fp4engine.compare.comparison import Comparison, compare
@@ -78,15 +79,17 @@ def recipes_of(arguments: Sequence[str], ablate: Sequence[str] | None) -> dict[s
     Raises:
         InputError: there is no such recipe, or none at all; two have one label.
     """
+    option = "--recipes"
     try:
         named = {_label(argument): recipe_from_argument(argument) for argument in arguments}
         if ablate:
+            option = "--ablate"
             first, second = ablate
             ours, theirs = recipe_from_argument(first), recipe_from_argument(second)
             changed = {f"{_label(first)} with {what}": r for what, r in ablations(ours, theirs).items()}
             named |= {_label(first): ours, **changed, _label(second): theirs}
     except ValueError as error:
-        raise InputError(str(error)) from error
+        raise InputError(f"{option}: {error}") from error
     if len(set(map(_label, arguments))) < len(arguments):
         raise InputError(f"--recipes must have different names, got {', '.join(map(_label, arguments))}")
     kept: dict[str, Recipe] = {"the baseline": HIGH_PRECISION}
@@ -120,13 +123,15 @@ def task_of(arguments: argparse.Namespace, out: Path) -> TextTask:
         raise InputError("--device cuda: PyTorch finds no CUDA device here")
     if arguments.cuda_graph and arguments.device != "cuda":
         raise InputError("--cuda-graph captures what a GPU runs; leave it out with --device cpu")
+    if "" in arguments.data:
+        raise InputError(f"--data must name files and folders, got {' '.join(map(repr, arguments.data))}")
     source = source_of(arguments.model)
     source.require_fit(arguments.sequence)
     name, encode = source.encoding()
     of_step = arguments.batch * arguments.grad_accumulation * arguments.sequence
     paths = [Path(path) for path in arguments.data]
     wanted = arguments.steps * of_step
-    text = prepare(paths, encode, name, wanted, arguments.sequence + 1, arguments.text_field, out / "data")
+    text = prepare(paths, encode, name, wanted, arguments.sequence + 1, arguments.text_field, out)
     if (windows := text.windows(arguments.sequence + 1)) < arguments.batch * arguments.grad_accumulation:
         raise InputError(
             f"--data holds {windows} sequences of {arguments.sequence} {text.unit}s to train on, and a step needs "
@@ -151,13 +156,28 @@ def check(task: TextTask, recipes: Mapping[str, Recipe]) -> nn.Module:
     """
     for label, recipe in {"baseline": HIGH_PRECISION, **recipes}.items():
         model = without_memory(task.model)
+        if lazy := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:
+            raise InputError(
+                f"--model: {lazy[0]} is lazy, and has no shape before a first forward pass; give its sizes"
+            )
         try:
-            task.convert(model, Run(label, recipe, 0))
+            plan = task.convert(model, Run(label, recipe, 0))
         except ValueError as error:
-            raise InputError(f"{label}: {error}") from error
+            given = "--model" if task.keep is None else "--model and --keep-high-precision"
+            raise InputError(f"{given if label == 'baseline' else label}: {error}") from error
+        if not plan.converted:
+            kept = " ".join(task.keep_high_precision(model))
+            raise InputError(f"--keep-high-precision {kept} leaves no layer to the recipes; leave a pattern out")
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise InputError("--model: no parameter of the model is trained; set requires_grad, or give --lora")
-    return without_memory(task.model)
+    meta = without_memory(task.model)
+    if task.keep is None and not task.keep_high_precision(meta):
+        print(
+            "fp4engine compare: no layer is called lm_head, and the model tells no output layer, so recipes reach all "
+            "layers; --keep-high-precision names those that they should not",
+            file=sys.stderr,
+        )
+    return meta
 
 
 def jobs_of(task: TextTask, recipes: Mapping[str, Recipe], seeds: int, noise: int, weights: Path) -> list[Job]:

@@ -86,7 +86,7 @@ def _taken(stream: Any, starts: Sequence[int], length: int) -> Tensor:
 def prepare(
     paths: Sequence[Path], encode: Encode, name: str, wanted: int, length: int, field: str, out: Path
 ) -> Tokens:
-    """The tokens of the text in ``paths``, read or found below ``out``.
+    """The tokens of the text in ``paths``, read or found below ``out``, whose own files are no text.
 
     Args:
         encode: texts to token ids; for ``name="bytes"`` a text has a character per byte.
@@ -98,10 +98,10 @@ def prepare(
     Raises:
         InputError: a path is not there, cannot be read or holds no text, or there is too little text.
     """
-    files = [file for path in paths for file in _files(path)]
+    files = [file for path in paths for file in _files(path, out)]
     told = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     identity = json.dumps([told, name, wanted, length, field])
-    folder = out / hashlib.sha256(identity.encode()).hexdigest()[:16]
+    folder = out / "data" / hashlib.sha256(identity.encode()).hexdigest()[:16]
     unit = "byte" if name == "bytes" else "token"
     if not (folder / "tokens.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -123,8 +123,8 @@ def prepare(
     return Tokens(folder, **json.loads((folder / "tokens.json").read_text()), unit=unit)
 
 
-def _files(path: Path) -> list[Path]:
-    """The files below a path that may hold text; of a saved data set, the folder itself.
+def _files(path: Path, written: Path) -> list[Path]:
+    """The files below a path that may hold text, without what is ``written``; of a saved data set, the folder itself.
 
     Raises:
         InputError: there is none.
@@ -133,7 +133,13 @@ def _files(path: Path) -> list[Path]:
         raise InputError(f"--data: there is no file or folder {path}")
     if path.is_file() or any((path / name).exists() for name in ("dataset_info.json", "dataset_dict.json")):
         return [path]
+    if not path.is_dir():
+        raise InputError(f"--data: {path} is neither a file nor a folder")
+    if (own := written.resolve()) == (top := path.resolve()):
+        raise InputError(f"--data: what is written to --out {written} would be read as text there; give another --out")
     below = [file for file in sorted(path.rglob("*")) if file.is_file()]
+    if own.is_relative_to(top):  # what a command has written there would be other text for the next one
+        below = [file for file in below if not file.resolve().is_relative_to(own)]
     shown = [file for file in below if not any(p.startswith((".", "__")) for p in file.relative_to(path).parts)]
     if not shown:
         raise InputError(f"--data: the folder {path} has no files")

@@ -3,6 +3,8 @@
 import fcntl
 import json
 import os
+import sysconfig
+import traceback
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +28,21 @@ def one_line(error: BaseException) -> str:
         said = error.strerror or said
         return f"{error.filename}: {said}" if error.filename else said
     return said if isinstance(error, ValueError) and said else f"{type(error).__name__}: {said}".removesuffix(": ")
+
+
+INSTALLED = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib"))
+"""Folders of the standard library and of installed packages."""
+
+
+def place_of(error: BaseException) -> str:
+    """Where in the user's own code ``error`` was raised, as `` (model.py, line 3)``; empty if nowhere."""
+    libraries = (*INSTALLED, Path(__file__).resolve().parents[1])
+    lines = [
+        f" ({frame.filename}, line {frame.lineno})"
+        for frame in traceback.extract_tb(error.__traceback__)
+        if (file := Path(frame.filename)).is_file() and not any(map(file.resolve().is_relative_to, libraries))
+    ]
+    return lines[-1] if lines else ""
 
 
 def sync(path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from fp4engine.compare.files import InputError, one_line
+from fp4engine.compare.files import InputError, one_line, place_of
 from fp4engine.compare.loop import compute_repeatably, duration, stop_on_signals
 from fp4engine.compare.recorder import Run
 from fp4engine.compare.task import Task
@@ -241,4 +241,9 @@ def _train(job: Job, places: Places) -> Outcome:
     def tell(step: int) -> None:
         steps[slot] = step
 
-    return train(job.task, job.run, places, looks=job.looks, keep=job.keep, tell=tell, stop=stop.is_set)
+    try:
+        return train(job.task, job.run, places, looks=job.looks, keep=job.keep, tell=tell, stop=stop.is_set)
+    except InputError:
+        raise
+    except Exception as error:  # whose kind may be one that no other process can unpickle
+        raise InputError(one_line(error) + place_of(error)) from error

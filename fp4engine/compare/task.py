@@ -4,7 +4,6 @@ import hashlib
 import inspect
 import json
 import sys
-import sysconfig
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from fp4engine.accounting.planned import ConversionPlan
 from fp4engine.arguments import shown
 from fp4engine.compare.checkpoint import Stateful, file_digest
 from fp4engine.compare.data import Encode, Tokens
-from fp4engine.compare.files import InputError, one_line
+from fp4engine.compare.files import INSTALLED, InputError, one_line, place_of
 from fp4engine.compare.loop import learning_rate
 from fp4engine.compare.recorder import Run
 from fp4engine.convert import convert, convert_for_regions
@@ -236,7 +235,10 @@ def _with_adapters(model: nn.Module, rank: int) -> nn.Module:
     except ModuleNotFoundError as error:
         raise InputError("--lora needs peft: pip install 'fp4engine[integrations]'") from error
     config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
-    made: Any = peft.get_peft_model(model, config)  # pyright: ignore[reportArgumentType]
+    try:
+        made: Any = peft.get_peft_model(model, config)  # pyright: ignore[reportArgumentType]
+    except Exception as error:  # whatever a model that is not of transformers makes PEFT raise
+        raise InputError(f"--lora: PEFT gives {type(model).__name__} no adapters: {one_line(error)}") from error
     return made
 
 
@@ -373,7 +375,7 @@ class _FromFunction(Source):
         try:
             made = self.function()
         except Exception as error:  # whatever somebody's function raises
-            raise InputError(f"--model: {self.name}() fails: {one_line(error)}") from error
+            raise InputError(f"--model: {self.name}() fails: {one_line(error)}{place_of(error)}") from error
         parts = made if isinstance(made, tuple) else (made,)
         fits = len(parts) in (2, 3) and isinstance(parts[0], nn.Module) and all(map(callable, parts[1:]))
         if not fits:
@@ -412,7 +414,7 @@ class _FromFunction(Source):
         if is_tensor and loss.numel() == 1 and (loss.requires_grad or not torch.is_grad_enabled()):
             return loss
         without = "" if not is_tensor or loss.requires_grad else " without a gradient"
-        what = f"a tensor of shape {list(loss.shape)}{without}" if is_tensor else shown(loss)
+        what = f"a tensor of shape {list(loss.shape)}{without}" if is_tensor else f"a {type(loss).__name__}"
         raise InputError(
             f"--model: the loss of {self.name}() must be one number, in nats per token, with a gradient; got {what}"
         )
@@ -433,17 +435,27 @@ class _FromFunction(Source):
         first = where if where.endswith(".py") else inspect.getsourcefile(sys.modules[where])
         found = {file for made in (self.function, loss, *classes) if (file := _source(made))}
         files = dict.fromkeys(Path(file).resolve() for file in (first, *sorted(found)) if file)
-        return [file for file in files if not any(file.is_relative_to(folder) for folder in _INSTALLED)]
+        return [file for file in files if not any(file.is_relative_to(folder) for folder in INSTALLED)]
 
     def encoding(self) -> tuple[str, Encode]:
         with torch.device("cpu"):
             _, _, *rest = self._call()
         if not rest:
             return "bytes", encode_bytes(0)
-        return f"{self.name} {self.digest()}", lambda texts: [np.array(rest[0](text), np.uint32) for text in texts]
+        return f"{self.name} {self.digest()}", lambda texts: [self._ids(rest[0], text) for text in texts]
 
-
-_INSTALLED = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib"))
+    def _ids(self, encode: Callable[[str], Any], text: str) -> Any:
+        try:
+            given = encode(text)
+            ids = np.asarray(given)
+        except Exception as error:  # as above
+            raise InputError(f"--model: encode of {self.name}() fails: {one_line(error)}{place_of(error)}") from error
+        if ids.ndim != 1 or (ids.size and (ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= 2**32)):
+            raise InputError(
+                f"--model: encode of {self.name}() must return a list of integers of at least 0 and below 2**32, got "
+                f"{shown(given)}"
+            )
+        return ids.astype(np.uint32)
 
 
 def _source(made: Any) -> str | None:

@@ -52,6 +52,8 @@ DRAWS = 4
 SAVING_SHARE = 30
 """A checkpoint is due when this many times the duration of saving the last one has passed: saving takes 3% at most."""
 
+IN_A_WORD = {torch.float64: "FP64", torch.float32: "FP32", torch.bfloat16: "BF16", torch.float16: "FP16"}
+
 Outcome = Literal["finished", "stopped"]
 
 
@@ -140,6 +142,14 @@ class Training:
                 stack.enter_context(torch.cuda.stream(self.stream))
             stack.enter_context(self.random.in_force())
             yield
+
+    @property
+    def high_precision(self) -> str:
+        """What the baseline computes in, in a word: on a CPU, where nothing casts them, what the parameters are in."""
+        if self.on_gpu:
+            return self.task.high_precision
+        kinds = {parameter.dtype for parameter in self.model.parameters() if parameter.is_floating_point()}
+        return " and ".join(sorted(IN_A_WORD.get(kind, str(kind)) for kind in kinds))
 
     @property
     def recipe(self) -> Recipe:
@@ -408,7 +418,7 @@ def train(
         "device": torch.cuda.get_device_name() if training.on_gpu else "cpu",
         "parameters": sum(parameter.numel() for parameter in training.model.parameters()),
         "tokens_per_step": task.tokens_per_step,
-        "precision": task.high_precision,
+        "precision": training.high_precision,
         **task.facts(),
     }
     recorder = Recorder(

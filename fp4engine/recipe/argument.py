@@ -31,7 +31,7 @@ def recipe_from_argument(argument: str) -> Recipe:
         return _from_file(path)
     if ":" in argument:
         return _from_code(argument)
-    near = get_close_matches(argument, zoo.ZOO, n=1)
+    near = get_close_matches(argument.lower(), zoo.ZOO, n=1)
     meant = f"; did you mean {near[0]!r}?" if near else ""
     raise ValueError(
         f"a recipe is a row of the book (`fp4engine recipes` lists them), a JSON file, or module:function, "
@@ -73,8 +73,9 @@ def imported(argument: str) -> Any:
         raise ValueError(f"write module:function, got {argument!r}")
     try:
         found: Any = _module_of_file(Path(where)) if where.endswith(".py") else _module(where)
-    except ImportError as error:
-        raise ValueError(f"{argument}: cannot import {where!r}: {error}") from error
+    except Exception as error:  # whatever somebody's module raises
+        said = error if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+        raise ValueError(f"{argument}: cannot import {where!r}: {said}") from error
     for part in name.split("."):
         if not hasattr(found, part):
             raise ValueError(f"{argument}: {where} has no {name!r}")

@@ -1,5 +1,6 @@
 """The command: its page, its exit codes, what it refuses, and that nothing that kills it is seen in the end."""
 
+import argparse
 import json
 import os
 import re
@@ -15,15 +16,16 @@ import pytest
 import torch
 import transformers
 
-from fp4engine.cli import main
+from fp4engine.cli import main, make_parser
 from fp4engine.compare import InputError, Recorder, Run, checkpoint, read, read_folders
 from fp4engine.compare import command as command_line
-from fp4engine.compare.command import estimates
+from fp4engine.compare.command import check, estimates, task_of
 from fp4engine.compare.data import prepare
 from fp4engine.compare.files import alone_in, read_rows
+from fp4engine.compare.recorder import HIGH_PRECISION
 from fp4engine.compare.runner import Runner
 from fp4engine.compare.task import TextTask, source_of
-from fp4engine.compare.training import Places
+from fp4engine.compare.training import Places, Training
 from fp4engine.estimate import Estimate
 from fp4engine.recipe import Rule, RuledRecipe, zoo
 from tests.tiny import CONFIGURATIONS
@@ -71,6 +73,43 @@ def no_gradient():
 
 def no_tensor():
     return small()[0], lambda model, tokens: 3.0
+
+def mapping():
+    return small()[0], lambda model, tokens: {"loss": small()[1](model, tokens)}
+
+def lazy():
+    return torch.nn.Sequential(torch.nn.LazyLinear(4)), small()[1]
+
+def without_layers():
+    return torch.nn.Conv1d(2, 2, 3), small()[1]
+
+def floats():
+    return *small(), lambda text: [1.5] * len(text)
+
+def below_zero():
+    return *small(), lambda text: [-1] * len(text)
+
+def nested():
+    return *small(), lambda text: [[1, 2]]
+
+def encode_fails():
+    return *small(), lambda text: {}[text[:2]]
+
+class Odd(Exception):
+    def __init__(self, first, second):
+        super().__init__(first + second)
+
+def odd_error():
+    def loss(model, tokens):
+        raise Odd("of two", " parts")  # line of odd_error
+    return small()[0], loss
+
+def in_bfloat16():
+    return small()[0].bfloat16(), small()[1]
+
+def named_otherwise():
+    model, loss = small()
+    return torch.nn.Sequential(model.blocks[0], torch.nn.Linear(4, 4)), loss
 
 def few_rows():
     return small()[0], TinyTask().loss
@@ -225,7 +264,22 @@ def test_fields_that_differ_are_compared_one_at_a_time(folder: Path, capsys) -> 
         (["--recipes", "my_recipes.py:RECIPES"], "has no 'RECIPES'"),
         (["--recipes", "high_precision"], "at least one recipe other than high precision"),
         (["--recipes", "rules.json"], "rules that match no module"),
-        (["--keep-high-precision", "nothing"], "covers no nn.Linear of the model"),
+        (["--model=my_model.py:without_layers"], "--model: there is no nn.Linear below this Conv1d"),
+        (["--model=my_model.py:lazy"], "--model: 0.weight is lazy"),
+        (["--model=my_model.py:floats"], "floats() must return a list of integers of at least 0"),
+        (["--model=my_model.py:below_zero"], "below_zero() must return a list of integers of at least 0"),
+        (["--model=my_model.py:nested"], "nested() must return a list of integers of at least 0"),
+        (["--model=my_model.py:encode_fails"], "encode of my_model.py:encode_fails() fails: KeyError: 'nu' ("),
+        (["--model=no_python.py:make"], "--model: no_python.py:make: cannot import 'no_python.py': SyntaxError: "),
+        (["--lora=2"], "--lora: PEFT gives Network no adapters"),
+        (["--data", ""], "--data must name files and folders, got ''"),
+        (["--data=/dev/null"], "--data: /dev/null is neither a file nor a folder"),
+        (["--data=.", "--out=."], "--data: what is written to --out . would be read as text there"),
+        (["--recipes", "NVFP4"], "--recipes: a recipe is a row of the book"),
+        (["--recipes", "NVFP4"], "did you mean 'nvfp4'?"),
+        (["--ablate", "nvfp4", "nvfp5"], "--ablate: a recipe is a row of the book"),
+        (["--keep-high-precision", "*"], "--keep-high-precision * leaves no layer to the recipes"),
+        (["--keep-high-precision", "nothing"], "--keep-high-precision: pattern 'nothing' covers no nn.Linear of the m"),
         (["--lr=nan"], "--lr: must be a positive, finite number, got 'nan'"),
         (["--steps=0"], "--steps: must be an integer of at least 1"),
         (["--jobs=0"], "--jobs: must be an integer of at least 1"),
@@ -243,6 +297,7 @@ def test_bad_input_gets_one_line_before_anything_is_spent(change: list[str], sai
         (folder / name / file).write_text('{"a": 1}')
     CONFIGURATIONS["llama"]().save_pretrained(folder / "tokens")
     transformers.ViTConfig().save_pretrained(folder / "pictures")
+    (folder / "no_python.py").write_text("def make(:")
     (folder / "rules.json").write_text(RuledRecipe(zoo.make("nvfp4"), (Rule(zoo.make("mxfp8"), "absent"),)).to_json())
     assert said in refused(capsys, *QUICK, *change)
     assert not list(folder.rglob("*.part"))
@@ -269,7 +324,8 @@ def test_models_are_known_alike_in_every_process(folder: Path, capsys, monkeypat
     [
         ("rows", "a tensor of shape [3]"),
         ("no_gradient", "a tensor of shape [] without a gradient"),
-        ("no_tensor", "3.0"),
+        ("no_tensor", "a float"),
+        ("mapping", "a dict"),
     ],
 )
 def test_a_loss_is_one_number_with_a_gradient(name: str, got: str, folder: Path) -> None:
@@ -320,6 +376,29 @@ def test_a_model_is_known_by_all_files_that_its_classes_are_in(folder: Path) -> 
     done = subprocess.run([sys.executable, "-c", DIGESTS], capture_output=True, text=True, check=True)
     digests = done.stdout.split()
     assert digests[0] == digests[1] != digests[2]
+
+
+def test_an_error_of_a_loss_is_told_with_its_line_whatever_its_kind(folder: Path, capsys) -> None:
+    told = refused(capsys, *QUICK, "--model=my_model.py:odd_error", "--seeds=1", "--jobs=1")
+    line = 1 + MODEL[: MODEL.index("# line of odd_error")].count("\n")
+    assert "baseline, seed 0 and nvfp4, seed 0: Odd: of two parts" in told and f"my_model.py, line {line})" in told
+
+
+def test_runs_say_what_the_model_computes_in(folder: Path) -> None:
+    task = task_of(parsed("--model=my_model.py:in_bfloat16"), folder / "out")
+    assert Training(task, Run("baseline", HIGH_PRECISION, 0)).high_precision == "BF16"
+    task = task_of(parsed(), folder / "out")
+    assert Training(task, Run("baseline", HIGH_PRECISION, 0)).high_precision == "FP32"
+
+
+def test_a_model_without_a_known_output_layer_is_told_so(folder: Path, capsys) -> None:
+    for words, told in (((), False), (("--model=my_model.py:named_otherwise",), True)):
+        check(task_of(parsed(*words), folder / "out"), {})
+        assert ("recipes reach all layers; --keep-high-precision" in capsys.readouterr().err) == told
+
+
+def parsed(*words: str) -> argparse.Namespace:
+    return make_parser().parse_args(["compare", *QUICK, *words])
 
 
 def test_two_commands_do_not_share_a_folder(folder: Path, capsys) -> None:

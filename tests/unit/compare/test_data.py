@@ -108,6 +108,13 @@ def test_every_window_comes_once_before_one_comes_again(tmp_path) -> None:
     assert held_out.shape[1] == LENGTH and held_out.dtype == torch.int64
 
 
+def test_what_a_command_writes_is_no_text_of_its_next_run(tmp_path) -> None:
+    folder = as_files(tmp_path)
+    first = read(folder, folder / "out")
+    (folder / "out" / "table.md").write_text("a table")
+    assert read(folder, folder / "out") == first
+
+
 def test_texts_of_several_bytes_a_character_are_read_alike(tmp_path) -> None:
     (tmp_path / "a.txt").write_text("schön " * 100)
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "schön " * 100}))
