@@ -160,15 +160,20 @@ class _Watch(TorchDispatchMode):
         return output
 
 
+def make_counter() -> "FlopCounterMode":
+    """PyTorch's counter with :data:`FORMULAS`; its ``flop_registry`` has a formula for each operator that has one."""
+    from torch.utils.flop_counter import FlopCounterMode  # which imports Triton
+
+    mapping = {getattr(aten, name): formula for name, formula in FORMULAS.items() if hasattr(aten, name)}
+    return FlopCounterMode(display=False, custom_mapping=mapping)
+
+
 def watch(step: Callable[[], Any]) -> Watched:
     """Call ``step`` in eager mode, compiled functions too, and count every product PyTorch sees in it.
 
     A product that ``fp4engine.ops`` asks PyTorch for is a part of one that the layer in question counts itself.
     """
-    from torch.utils.flop_counter import FlopCounterMode  # which imports Triton
-
-    mapping = {getattr(aten, name): formula for name, formula in FORMULAS.items() if hasattr(aten, name)}
-    counter = FlopCounterMode(display=False, custom_mapping=mapping)
+    counter = make_counter()
     with torch.compiler.set_stance("force_eager"), counter, _Watch(counter) as mode:
         step()
     return Watched(_by_name(mode.counted()) - mode.own, mode.opaque)

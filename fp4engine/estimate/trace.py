@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
+
+from fp4engine.accounting.flops import make_counter
 
 ALIGNMENT = 512
 """Bytes to which the CUDA allocator rounds."""
@@ -85,6 +86,7 @@ class Watch(TorchDispatchMode):
         self.in_backward = False
         self.traffic = Traffic()
         self._known: dict[int, Any] = {}
+        self._formulas = make_counter().flop_registry
 
     def hold(self, tensor: Tensor) -> None:
         """Count the storage of ``tensor`` until it is freed; once, however many tensors share it."""
@@ -127,8 +129,8 @@ class Watch(TorchDispatchMode):
             self.traffic.attention_flops += passes * query.numel() * key.shape[-2]
             self.traffic.model_flops += is_new * of_model // 2 * query.numel() * key.shape[-2]
             return
-        if func.overloadpacket in flop_registry:
-            flops = flop_registry[func.overloadpacket](*args, **kwargs, out_val=output)
+        if func.overloadpacket in self._formulas:
+            flops = self._formulas[func.overloadpacket](*args, **kwargs, out_val=output)
             self.traffic.product_flops += flops
             self.traffic.model_flops += is_new * flops
             return

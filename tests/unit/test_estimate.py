@@ -282,6 +282,31 @@ def test_the_share_of_the_peak_is_of_the_models_own_flops(name: str, checkpointi
     assert result.share_of_peak * result.seconds * result.gpu.bf16 == pytest.approx(flops, rel=1e-12)
 
 
+class Convolved(torch.nn.Module):
+    def __init__(self, groups: int) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(64, 256)
+        self.convolution = torch.nn.Conv1d(256, 256, 4, groups=groups, padding=3)
+        self.head = torch.nn.Linear(256, 64)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.convolution(self.embedding(tokens).mT).mT)
+
+
+def test_convolutions_multiply_within_their_groups() -> None:
+    def flops(groups: int) -> float:
+        found = estimate(Convolved(groups), batch=2, sequence=125, loss=of_logits)
+        return found.seconds * found.share_of_peak
+
+    def of_logits(model: torch.nn.Module) -> torch.Tensor:
+        device = next(model.parameters()).device
+        return model(torch.zeros(2, 125, dtype=torch.int64, device=device)).float().sum()
+
+    whole, head = 2 * 128 * 256 * 256 * 4, 2 * 128 * 256 * 64
+    for groups in (4, 256):
+        assert flops(groups) / flops(1) == pytest.approx((whole / groups + head) / (whole + head), rel=1e-6)
+
+
 def test_predictions_are_marked() -> None:
     assert estimate(SMALL, sequence=32, gpu="H200").notes == estimate(SMALL, sequence=32, gpu="H100").notes == ()
     (note,) = estimate(SMALL, sequence=32, gpu="A100").notes
