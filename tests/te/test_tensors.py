@@ -412,13 +412,33 @@ def test_a_view_without_a_transpose_that_is_stored_takes_no_writes() -> None:
     assert torch.equal(tensor.dequantize(), 2 * values)
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_an_operation_in_place_does_not_change_the_shape(name: str) -> None:
-    tensor = ALL[name](torch.randn(64, 256))
-    for change in (lambda: tensor.unsqueeze_(0), lambda: tensor.resize_(4, 16, 256)):
-        with pytest.raises(RuntimeError, match=r"would give a tensor .* the shape"):
+@pytest.mark.parametrize("quantizer", [*ALL.values(), te.IdentityQuantizer()], ids=[*ALL, "high precision"])
+def test_an_operation_in_place_does_not_change_the_shape(quantizer: te.Quantizer) -> None:
+    tensor = quantizer(torch.randn(64, 256))
+    values = tensor.dequantize().clone()
+    for change in (lambda: tensor.unsqueeze_(0), lambda: tensor.resize_(4, 16, 256), tensor.t_):
+        with pytest.raises(RuntimeError, match="stored as codes: it keeps its shape"):
             change()
-    assert tensor.shape == (64, 256)
+    assert torch.equal(tensor.dequantize(), values)
+
+
+def test_a_view_of_which_one_side_takes_no_writes_takes_none() -> None:
+    quantizer = te.HybridQuantizer(rowwise_quantizer=per_tensor(), columnwise_quantizer=te.MXFP8Quantizer(E4M3))
+    tensor = quantizer(torch.randn(64, 256))
+    values = tensor.dequantize()
+    with pytest.raises(RuntimeError, match="a write into a view"):
+        tensor.view(-1).mul_(2)
+    assert torch.equal(tensor.dequantize(), values)
+
+
+def test_values_of_another_dtype_are_written_where_high_precision_lies() -> None:
+    tensor, values = te.IdentityQuantizer()(torch.zeros(8, 4)), torch.randn(8, 4, dtype=torch.bfloat16)
+    same = tensor.detach()
+    tensor[2:4].copy_(values[2:4])
+    assert torch.equal(tensor.dequantize()[2:4], values[2:4].float())
+    tensor.copy_(values)
+    for each in (tensor, same):
+        assert each.dtype == torch.float32 and torch.equal(each.dequantize(), values.float())
 
 
 @pytest.mark.parametrize("name", ALL)

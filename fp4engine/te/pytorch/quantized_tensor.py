@@ -297,6 +297,10 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: igno
                 if views is None:
                     raise lost(f"{func}, which makes a view")
                 return views
+            if torch.Tag.inplace_view in func.tags and func._overloadpacket not in (aten.set_, aten.detach_):
+                raise RuntimeError(
+                    f"{func} is not implemented for a tensor that is stored as codes: it keeps its shape"
+                )
         plain_args, plain_kwargs = tree_map(_values, (tuple(args), kwargs))
         result = func(*plain_args, **plain_kwargs)
         for index, argument in enumerate(func._schema.arguments):
@@ -307,10 +311,6 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: igno
             several = isinstance(given, list | tuple)
             for one, values in zip(given, plain, strict=True) if several else [(given, plain)]:
                 if isinstance(one, QuantizedTensor):
-                    if values.shape != one.shape:
-                        raise RuntimeError(
-                            f"{func} would give a tensor {list(one.shape)} of codes the shape {list(values.shape)}"
-                        )
                     one.quantize_(values)
                     result = result if several else one  # operations on lists return nothing
         return result
@@ -347,8 +347,13 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: igno
     def _whole_view(self, shape: torch.Size) -> Any:
         """All elements by another ``shape``; nothing can be written into a view that lacks a side of this tensor."""
         view = self._with(shape, self._viewed(shape))
-        view._is_part = self._is_part or any(self.has(side) and not view.has(side) for side in self._SIDES)
+        lacks_some = any(self.has(side) and not view.has(side) for side in self._SIDES)
+        view._is_part = self._is_part or lacks_some or view._has_parts()
         return view
+
+    def _has_parts(self) -> bool:
+        """Whether something that this consists of takes no writes."""
+        return False
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         kept = {

@@ -189,6 +189,9 @@ class HybridQuantizedTensor(HybridQuantizedTensorStorage, QuantizedTensor):
         sides = (given.get(f"{side}_storage") for side in cls._SIDES)
         return next((part for part in sides if isinstance(part, Tensor)), None)
 
+    def _has_parts(self) -> bool:
+        return any(getattr(part, "_is_part", False) for part in self._stored())
+
     def _parted(self, func: Any, args: Any, kwargs: Any) -> list[Part] | None:
         made: dict[str, list[Any]] = {}
         for side, part in self._parts().items():

@@ -128,7 +128,10 @@ class IdentityQuantizer(Quantizer):
         return made
 
     def update_quantized(self, src: Tensor, dst: Any, *, noop_flag: Tensor | None = None) -> Any:
-        """As :meth:`Quantizer.update_quantized`; a tensor of another dtype takes this quantizer's."""
+        """As :meth:`Quantizer.update_quantized`; a tensor of another dtype takes this quantizer's, if that has one."""
+        stored: Tensor | None = getattr(dst, "_hp_data", None)
+        if self.dtype is None and stored is not None:
+            src = decoded(src.detach()).to(stored.dtype)  # into the memory that views share
         super().update_quantized(src, dst, noop_flag=noop_flag)
         dst._dtype = self.dtype or dst._dtype
         return dst
