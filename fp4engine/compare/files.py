@@ -95,10 +95,13 @@ def alone_in(folder: Path, otherwise: str) -> Generator[None]:
         otherwise: what else the user can do, such as ``"give another --out"``.
 
     Raises:
-        InputError: another process is in the folder.
+        InputError: another process is in the folder, or it cannot be made or written to.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise InputError(f"{folder} cannot be written to ({error.strerror}); {otherwise}") from error
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
