@@ -50,11 +50,28 @@ class Stateful(Protocol):
 
 
 def changing(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of `model` that training changes, each under one name: trained parameters and saved buffers."""
+    """The tensors of `model` that training changes: trained parameters, each under one name, and saved buffers."""
     parameters = dict(model.named_parameters())
-    shared = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    buffers = {name: tensor for name, tensor in model.state_dict().items() if name not in shared}
+    other = {name for name, _ in model.named_parameters(remove_duplicate=False)} | extra_state(model).keys()
+    buffers = {name: tensor for name, tensor in model.state_dict().items() if name not in other}
     return {name: parameter.detach() for name, parameter in parameters.items() if parameter.requires_grad} | buffers
+
+
+def extra_state(model: nn.Module) -> dict[str, Any]:
+    """What modules give to ``state_dict`` by ``get_extra_state``, by its name there."""
+    return {name: value for name, value in model.state_dict().items() if name.rpartition(".")[2] == "_extra_state"}
+
+
+def packed(model: nn.Module) -> bytes:
+    """A safetensors file of what training changes, also of buffers that share their memory with others."""
+    weights: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in changing(model).items():
+        weights[name] = tensor.contiguous()
+        if (memory := weights[name].untyped_storage().data_ptr()) in seen:
+            weights[name] = weights[name].clone()
+        seen.add(memory)
+    return safetensors.torch.save(weights)
 
 
 def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, *more: Stateful) -> None:
@@ -73,13 +90,13 @@ def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optim
         "cuda_rng": torch.cuda.get_rng_state() if next(model.parameters()).is_cuda else None,
         "fp4_rng": get_rng_state(),
         "amax_history": get_amax_history(model),
+        "extra_state": extra_state(model),
         "more": [part.state_dict() for part in more],
     }
     training = io.BytesIO()
     torch.save(state, training)
     # Bytes first, and files by Python: a full disk is then an OSError, whatever wrote the bytes.
-    weights = {name: tensor.contiguous() for name, tensor in changing(model).items()}
-    files = {WEIGHTS: safetensors.torch.save(weights), STATE: training.getvalue()}
+    files = {WEIGHTS: packed(model), STATE: training.getvalue()}
     files[DIGESTS] = json.dumps({name: hashlib.sha256(content).hexdigest() for name, content in files.items()}).encode()
     try:
         partial.mkdir(parents=True)
@@ -115,6 +132,8 @@ def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *m
         if newest.name != step_name(state["step"]):
             raise ValueError(f"it is that of step {state['step']}")
         load_weights(model, newest / WEIGHTS)
+        if extra := state.get("extra_state"):
+            model.load_state_dict(extra, strict=False)
         optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["torch_rng"])
         if state["cuda_rng"] is not None:
@@ -144,7 +163,8 @@ def load_weights(model: nn.Module, path: Path) -> None:
     for name, tensor in own.items():
         if tensor.shape != saved[name].shape:
             raise ValueError(f"{name} is {list(tensor.shape)} in the model and {list(saved[name].shape)} in the file")
-        tensor.copy_(saved[name])
+        if not torch.equal(tensor, saved[name].to(tensor.device)):  # a constant may be a view that cannot be written
+            tensor.copy_(saved[name])
 
 
 def file_digest(path: Path) -> str:

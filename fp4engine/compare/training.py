@@ -15,7 +15,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 
@@ -467,8 +466,7 @@ def train(
             pace.start()
             since = done
     if keep is not None:
-        weights = {name: tensor.contiguous() for name, tensor in checkpoint.changing(training.model).items()}
-        write_atomically(keep, safetensors.torch.save(weights))
+        write_atomically(keep, checkpoint.packed(training.model))
     peak = max(peak, peak_memory(training.device))
     measured = {"tokens_per_second": pace.tokens_per_second, "peak_memory": peak}
     examined = {} if task.short else training.examine()

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
-from fp4engine.compare import HIGH_PRECISION, InputError, Recorder, Run, read, read_folders
+from fp4engine.compare import HIGH_PRECISION, InputError, Recorder, Run, checkpoint, read, read_folders
 from fp4engine.compare.files import read_rows
 from fp4engine.compare.training import Places, Training, gradient_noise, train
 from fp4engine.recipe import Casts, CustomRecipe, LinearRecipe, NVFP4BlockScaling, ScheduledRecipe, zoo
@@ -266,3 +267,37 @@ def test_files_of_november_are_read_and_known_by_their_recipe(tmp_path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows[:2]))
     with pytest.raises(InputError, match="must end with the loss after 2 steps"):
         read(path)
+
+
+class Counted(nn.Module):
+    """A module whose buffers share memory, with one that cannot be written and a state beside its tensors."""
+
+    def __init__(self, table: nn.Module) -> None:
+        super().__init__()
+        self.linear, self.table, self.seen = nn.Linear(4, 4), table, 0
+        self.register_buffer("weights", self.linear.weight.detach())
+        self.register_buffer("ones", torch.ones(2, 1).expand(2, 3))
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.seen = state["seen"]
+
+
+def counted() -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    table = nn.BatchNorm1d(4)  # of two blocks, as angles of rotary embeddings are
+    model = nn.Sequential(Counted(table), Counted(table))
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def test_checkpoints_hold_buffers_in_shared_memory_and_states_of_modules(tmp_path) -> None:
+    (model, optimizer), (other, its_optimizer) = counted(), counted()
+    model[0].seen = 7
+    model[0].table.running_mean.fill_(3.0)
+    checkpoint.save(tmp_path, 5, model, optimizer)
+    assert checkpoint.restore(tmp_path, other, its_optimizer) == 5
+    assert other[0].seen == 7 and other[1].seen == 0
+    for name, tensor in checkpoint.changing(model).items():
+        assert torch.equal(tensor, checkpoint.changing(other)[name]), name
+    assert other[0].table is other[1].table and other[0].weights.data_ptr() == other[0].linear.weight.data_ptr()
