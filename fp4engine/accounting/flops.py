@@ -143,7 +143,7 @@ class _Watch(TorchDispatchMode):
         return dict(self.counter.flop_counts["Global"])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if isinstance(func, torch._ops.OpOverload) and func._overloadpacket not in self.counter.flop_registry:
+        if hasattr(func, "decompose") and func._overloadpacket not in self.counter.flop_registry:
             with self:  # the counter would take it apart, too, and what it is made of would not be seen here
                 output = func.decompose(*args, **(kwargs or {}))
             if output is not NotImplemented:
