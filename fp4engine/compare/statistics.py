@@ -119,6 +119,9 @@ def verdict(runs: BySeed, baseline: BySeed, tolerance: float) -> Verdict:
         return Verdict(DOES_NOT, "diverged", f"{text}, and the baseline's always was")
     if not by_seed:
         return Verdict(CANNOT_TELL, "cannot tell", "no baseline with the same seed has finished with a finite loss")
+    if not any(run.end.get("quantized_gemms", 1) for run in runs.values()):  # others' scripts do not say
+        text = "no product of the model was quantized; it multiplies by its weights without calling its linear layers"
+        return Verdict(CANNOT_TELL, "did not run", text)
     gap = interval(list(by_seed.values()))
     if gap.low > tolerance:
         return Verdict(DOES_NOT, f"beyond {tolerance:g}%", f"its gap is above {tolerance:g}%: {gap.low:z.2f}% at least")

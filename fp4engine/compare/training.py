@@ -263,15 +263,19 @@ class Training:
                 self.optimizer.zero_grad()
 
     def examine(self) -> dict[str, Any]:
-        """What share of the FLOPs of a step is in FP4, over the run's recipes, and whether a step repeats its bytes."""
+        """What of a step is quantized, over the run's recipes, and whether a step repeats its bytes.
+
+        Of FLOPs it is the share that is in FP4; of products of linear layers, the number that is in any format.
+        """
         phases = self.run.recipe.phases if isinstance(self.run.recipe, ScheduledRecipe) else ((0, self.run.recipe),)
         ends = [*(start for start, _ in phases[1:]), self.task.steps]
-        share = 0.0
+        share, quantized = 0.0, 0
         checksums: list[Any] = []
         for (start, recipe), end in zip(phases, ends, strict=True):
             with self.aside():
                 report = executed_gemms(self.model, lambda recipe=recipe: self.backward(recipe.at(0), 1))
             share += report.fp4_share * (end - start) / self.task.steps
+            quantized += report.counts.total() - report.high_precision_gemms
         for _ in range(2):
             with self.aside():
                 self.optimizer.zero_grad()
@@ -279,7 +283,7 @@ class Training:
                 checksums.append(
                     [_checksum(loss), *(_checksum(p.grad) for p in self.model.parameters() if p.grad is not None)]
                 )
-        return {"fp4_share": share, "repeats": checksums[0] == checksums[1]}
+        return {"fp4_share": share, "quantized_gemms": quantized, "repeats": checksums[0] == checksums[1]}
 
     def look(self, recorder: Recorder) -> Tensor:
         """One step, whose operands, products and gradients are recorded."""

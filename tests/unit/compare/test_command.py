@@ -111,6 +111,19 @@ def named_otherwise():
     model, loss = small()
     return torch.nn.Sequential(model.blocks[0], torch.nn.Linear(4, 4)), loss
 
+class Elsewhere(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.linear = torch.nn.Embedding(256, 4), torch.nn.Linear(4, 4)
+        self.lm_head = torch.nn.Linear(4, 256)
+
+    def forward(self, tokens):
+        return self.lm_head(torch.nn.functional.linear(self.embedding(tokens), self.linear.weight))
+
+def elsewhere():
+    function = torch.nn.functional.cross_entropy
+    return Elsewhere(), lambda model, x: function(model(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten())
+
 def few_rows():
     return small()[0], TinyTask().loss
 
@@ -383,6 +396,11 @@ def test_an_error_of_a_loss_is_told_with_its_line_whatever_its_kind(folder: Path
     told = refused(capsys, *QUICK, "--model=my_model.py:odd_error", "--seeds=1", "--jobs=1")
     line = 1 + MODEL[: MODEL.index("# line of odd_error")].count("\n")
     assert "baseline, seed 0 and nvfp4, seed 0: Odd: of two parts" in told and f"my_model.py, line {line})" in told
+
+
+def test_a_recipe_that_no_product_followed_has_not_been_tried(folder: Path, capsys) -> None:
+    assert compare(*QUICK, "--model=my_model.py:elsewhere", "--tolerance=100%") == 4
+    assert "- nvfp4: did not run: no product of the model was quantized" in capsys.readouterr().out
 
 
 def test_runs_say_what_the_model_computes_in(folder: Path) -> None:
