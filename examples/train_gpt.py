@@ -166,7 +166,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
     settings = resume(given, folder) if arguments.resume else begin(given, folder)
     corpus = load_corpus(settings.data, settings.sequence + 1, torch.device(settings.device))
     print(f"{folder}: {len(corpus.training):,} bytes to train on, {len(corpus.validation):,} to validate")
-    with alone_in(folder, "give another --name"):
+    with alone_in(folder, "give another --name or --runs"):
         if arguments.resume:
             require_same_text(folder, corpus)
         else:

@@ -323,7 +323,7 @@ def test_a_full_disk_is_one_line_and_the_run_continues_bit_for_bit(
 def test_nothing_is_said_to_be_saved_below_a_file(arguments: list[str], tmp_path: Path, capsys) -> None:
     (tmp_path / "README.md").write_text("a file")
     error = refusal([*arguments, "--runs", str(tmp_path / "README.md")], capsys)
-    assert "README.md" in error and error.endswith("; no run has begun\n")
+    assert "README.md" in error and error.endswith(" (Not a directory); give another --name or --runs\n")
 
 
 def test_a_file_that_the_system_refuses_to_write_is_one_line(arguments: list[str], tmp_path: Path, capsys) -> None:
