@@ -101,20 +101,6 @@ current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStr
 """The CUDA stream, a CUstream, that is current on the device of this index; the public name makes an object of it."""
 
 
-def empty_strided(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
-    """``torch.empty_strided`` of shape, strides and dtype on ``device``, which is the current one if it is a GPU.
-
-    Inductor's graphs allocate so on a GPU: the public name parses keywords and goes through the dispatcher.
-    """
-    own: Any = torch._C
-    try:
-        if device.type == "cuda":
-            return own._dynamo.guards._empty_strided_cuda
-    except AttributeError:
-        pass
-    return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
-
-
 def triton_launcher(compiled: Any) -> tuple[Callable[..., Any] | None, Any, Any]:
     """What ``compiled[grid](*arguments, stream=stream)`` of a kernel that Triton has compiled looks up in every call.
 

@@ -142,19 +142,6 @@ def test_a_stream_is_found_by_its_public_name_where_pytorch_has_no_other(monkeyp
     assert again.current_stream(2) == 42
 
 
-def test_memory_of_a_gpu_is_found_by_its_public_name_where_pytorch_has_no_other(monkeypatch):
-    from fp4engine import private
-
-    guards, device, public = torch._C._dynamo.guards, torch.device("cuda", 0), torch.empty_strided
-    monkeypatch.setattr(guards, "_empty_strided_cuda", guards._empty_strided_cpu, raising=False)
-    monkeypatch.setattr(torch, "empty_strided", lambda *sizes, dtype, device: public(*sizes, dtype=dtype).fill_(1))
-    for name in ("private", "public"):
-        made = private.empty_strided(device)((2, 3), (3, 1), torch.bfloat16)
-        assert (made.shape, made.stride(), made.dtype) == ((2, 3), (3, 1), torch.bfloat16)
-        assert name == "private" or made.eq(1).all()
-        monkeypatch.delattr(guards, "_empty_strided_cuda", raising=False)
-
-
 def test_values_need_no_base_class_where_pytorch_has_none(monkeypatch):
     from fp4engine import private
 
