@@ -223,6 +223,43 @@ def test_attentions_that_would_share_a_cache_are_refused(arguments) -> None:
             x = layer(x, inference_params=cache, **others)
 
 
+def test_a_cache_keeps_the_tokens_that_the_step_was_told_of() -> None:
+    """Padding of a shorter sequence is neither kept nor read, whether ``cu_seqlens_q`` repeats the lengths or not."""
+    attend, (query, key, value) = make(attn_mask_type="padding_causal", layer_number=1), qkv(3)
+    for ends in (None, torch.tensor([0, 3, 5])):
+        cache = InferenceParams(2, 32)
+        cache.pre_step(OrderedDict({0: 3, 1: 2}))
+        found = attend(query, key, value, inference_params=cache, cu_seqlens_q=ends)
+        assert [len(kept) for kept, _ in cache.cache[1].values()] == [3, 2] and not found[1, 2].any()
+    cache.pre_step(OrderedDict({0: 3, 1: 2}))
+    with pytest.raises(ValueError, match=r"cu_seqlens_q has sequences of \[3, 3\] tokens, where .* told of \[3, 2\]"):
+        attend(query, key, value, inference_params=cache, cu_seqlens_q=torch.tensor([0, 3, 6]))
+    for told in ({0: 3}, {0: 3, 1: 4}):
+        cache.pre_step(OrderedDict(told))
+        with pytest.raises(ValueError, match=r"of 2 sequences of 3 tokens, and pre_step was told of"):
+            attend(query, key, value, inference_params=cache)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"cu_seqlens_q": [0, 4, 14]}, r"cu_seqlens_q=\[0, 4, 14\] must be sequences .* within 10 tokens"),
+        ({"cu_seqlens_kv": [0, 8, 4]}, r"cu_seqlens_kv=\[0, 8, 4\] must be sequences one after the other"),
+        ({"cu_seqlens_kv": [0, 10]}, r"cu_seqlens_kv must be a tensor of integers \[3\], got torch.int64 \[2\]"),
+        ({"cu_seqlens_q": [0.0, 10.0]}, r"cu_seqlens_q must be a tensor of integers \[batch \+ 1\], got .*float32"),
+        ({"cu_seqlens_q_padded": [0]}, r"cu_seqlens_q_padded must be a tensor of integers \[3\], got .* \[1\]"),
+        ({"cu_seqlens_kv_padded": [0, 3, 10]}, r"and cu_seqlens_kv_padded=\[0, 3, 10\] must be sequences"),
+        ({"qkv_format": "bshd"}, r"laid out by qkv_format='bshd'"),
+    ],
+)
+def test_packed_sequences_lie_within_their_tokens(arguments, message) -> None:
+    query, key, value = (t[0] for t in qkv(10))
+    given = {"qkv_format": "thd", "cu_seqlens_q": [0, 4, 10], "cu_seqlens_kv": [0, 4, 10], **arguments}
+    tensors = {name: torch.tensor(value) if isinstance(value, list) else value for name, value in given.items()}
+    with pytest.raises(ValueError, match=message):
+        make(attn_mask_type="padding_causal")(query, key, value, **tensors)
+
+
 def test_rotary_embedding_of_padded_sequences_begins_where_they_do() -> None:
     torch.manual_seed(0)
     module = MultiheadAttention(32, HEADS, qkv_format="thd", attn_mask_type="padding_causal", attention_dropout=0.0)
@@ -256,8 +293,12 @@ def test_packed_inputs_go_through_a_module() -> None:
         (lambda: DotProductAttention(HEADS, SIZE, cp_group=object()), "cp_group"),
         (lambda: DotProductAttention(HEADS, SIZE, tp_size=2), "tp_size=2"),
         (lambda: make()(*qkv(), score_mod=lambda score: score), "score_mod"),
+        (lambda: make()(*qkv(), score_mod_bprop=lambda score: score), "score_mod_bprop"),
+        (lambda: make()(*qkv(), score_mod_tensors={}), "score_mod_tensors"),
         (
-            lambda: make(attn_mask_type="padding")(*qkv(), qkv_format="thd", inference_params=InferenceParams(2, 16)),
+            lambda: make(attn_mask_type="padding")(
+                *(t[0] for t in qkv()), qkv_format="thd", inference_params=InferenceParams(2, 16)
+            ),
             "inference_params with qkv_format='thd'",
         ),
         (
@@ -363,6 +404,12 @@ def test_slopes_begin_where_the_mask_does() -> None:
             "got a tensor with 'alibi'",
         ),
         ("no_mask", {"alibi_slopes": torch.ones(HEADS)}, "alibi_slopes goes with .*'alibi' and .* got 'no_bias'"),
+        (
+            "no_mask",
+            {"core_attention_bias_type": "alibi", "alibi_slopes": torch.ones(3)},
+            r"alibi_slopes must be a tensor \[4\] or \[batch, 4\], got \[3\]",
+        ),
+        ("padding", {"cu_seqlens_q": torch.tensor([0, 4])}, r"cu_seqlens_q must be a tensor of integers \[3\]"),
         ("no_mask", {"attn_mask_type": 3}, "attn_mask_type must be one of .* got 3"),
         ("no_mask", {"inference_params": 3}, "inference_params must be an InferenceParams or None, got 3"),
         (
@@ -384,6 +431,7 @@ def test_masks_and_biases_go_with_their_words(kind, arguments, message) -> None:
         ((8, 2, 4, 16), (8, 2, 4, 16), (8, 2, 2, 16)),
         ((8, 2, 2, 16), (8, 2, 2, 16), (8, 2, 2, 16)),
         ((8, 2, 4, 8), (8, 2, 2, 8), (8, 2, 2, 16)),
+        ((8, 2, 4, 16), (8, 1, 2, 16), (8, 1, 2, 16)),
     ],
 )
 def test_keys_and_values_must_be_as_many(query, key, value) -> None:

@@ -6,6 +6,7 @@ Legend: B batch, S query length, T key length, H query heads, G key-value groups
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor
 
-from fp4engine.arguments import require_integer, require_one_of, shown
+from fp4engine.arguments import require_integer, require_one_of, require_rate, shown
 from fp4engine.functional.attention import MASK_TYPES, AttentionMask, attention, require_core_attention_bias
 from fp4engine.modules.te_arguments import refuse
 from fp4engine.te.pytorch.arguments import Arguments, Placed
@@ -61,6 +62,8 @@ FORWARD = Arguments("""query_layer, key_layer, value_layer, attention_mask=None,
     inference_params=None, pad_between_seqs=None, fp8_output=False, bf16_backward=False, num_splits=1, score_mod=None,
     score_mod_bprop=None, score_mod_tensors=None, score_mod_bprop_tensors=None, qkv_layer=None, kv_layer=None,
     qkv_interleave_dim=-3""")
+NOT_READ = "score_mod", "score_mod_bprop", "score_mod_tensors", "score_mod_bprop_tensors", "qkv_layer", "kv_layer"
+"""Arguments of a forward that are not implemented."""
 
 
 class DotProductAttention(Placed, OnOneRank, ExtraState):
@@ -105,6 +108,7 @@ class DotProductAttention(Placed, OnOneRank, ExtraState):
         require_one_of("attn_mask_type", self.attn_mask_type, MASK_TYPES)
         require_one_of("attention_type", self.attention_type, AttnTypes)
         _require_window(self.window_size)
+        require_rate("attention_dropout", given["attention_dropout"])
         heads, groups, sizes = given["num_attention_heads"], given["num_gqa_groups"], given["kv_channels"]
         groups = heads if groups is None else groups
         if groups < 1 or heads % groups:
@@ -138,12 +142,12 @@ class DotProductAttention(Placed, OnOneRank, ExtraState):
         refuse(
             "DotProductAttention.forward",
             fp8_output=(given["fp8_output"] or False, False),
-            **{name: (given[name], None) for name in ("score_mod", "qkv_layer", "kv_layer")},
+            **{name: (given[name], None) for name in NOT_READ},
         )
         tensors: tuple[Tensor, Tensor, Tensor] = given["query_layer"], given["key_layer"], given["value_layer"]
-        self._require_shapes(*tensors)
         layout = given["qkv_format"] or self.qkv_format
         require_one_of("qkv_format", layout, QKV_FORMATS)
+        self._require_shapes(layout, *tensors)
         call, mask, cache = self._call_of(given), given["attention_mask"], given["inference_params"]
         ends_q, ends_kv = given["cu_seqlens_q"], given["cu_seqlens_kv"]
         if cache is not None:
@@ -158,8 +162,10 @@ class DotProductAttention(Placed, OnOneRank, ExtraState):
         order = (0, 2, 1, 3) if layout == "bshd" else (1, 2, 0, 3)
         query, key, value = (t.permute(order) for t in tensors)
         if "padding" in call.kind and mask is None and ends_q is not None:
-            pairs = (ends_q, query), (ends_q if ends_kv is None else ends_kv, key)
-            past = [torch.arange(t.shape[2], device=ends.device) >= ends.diff()[:, None] for ends, t in pairs]
+            pairs = ("q", ends_q, query), ("kv", ends_q if ends_kv is None else ends_kv, key)
+            for which, ends, t in pairs:
+                _require_ends(which, ends, t.shape[0])
+            past = [torch.arange(t.shape[2], device=ends.device) >= ends.diff()[:, None] for _, ends, t in pairs]
             mask = past[0][:, None, None, :], past[1][:, None, None, :]
         if given["checkpoint_core_attention"]:
             context = torch.utils.checkpoint.checkpoint(call, query, key, value, mask, use_reentrant=False)
@@ -182,6 +188,7 @@ class DotProductAttention(Placed, OnOneRank, ExtraState):
         bias_type, bias, slopes = (
             given[name] for name in ("core_attention_bias_type", "core_attention_bias", "alibi_slopes")
         )
+        heads: int = self.num_attention_heads
         if slopes is not None and bias_type != "alibi":
             raise ValueError(
                 f"alibi_slopes goes with core_attention_bias_type='alibi' and with nothing else, got {bias_type!r}"
@@ -189,7 +196,11 @@ class DotProductAttention(Placed, OnOneRank, ExtraState):
         if bias_type != "alibi":
             require_one_of("core_attention_bias_type", bias_type, ("no_bias", "post_scale_bias"))
         elif slopes is None:
-            slopes = _slopes(self.num_attention_heads, given["query_layer"].device)
+            slopes = _slopes(heads, given["query_layer"].device)
+        shape = slopes.shape if isinstance(slopes, Tensor) else ()
+        if slopes is not None and (len(shape) not in (1, 2) or shape[-1] != heads):
+            got = list(shape) if shape else shown(slopes)
+            raise ValueError(f"alibi_slopes must be a tensor [{heads}] or [batch, {heads}], got {got}")
         require_core_attention_bias(bias_type, bias)
         dropout = self.attention_dropout if self.training else 0.0
         return _Call(kind, window, diagonal, bias, slopes, dropout, self.softmax_scale)
@@ -205,9 +216,9 @@ class DotProductAttention(Placed, OnOneRank, ExtraState):
         """Attention of each sequence's new tokens to those in the cache and to themselves."""
         if layout == "thd":
             raise NotImplementedError("inference_params with qkv_format='thd' is not implemented; use 'bshd' or 'sbhd'")
-        lengths = [tensors[0].shape[0 if layout == "sbhd" else 1]] * tensors[0].shape[layout.index("b")]
-        if cu_seqlens_q is not None:
-            lengths = cu_seqlens_q.diff().tolist()[: len(inference_params.sequences)]
+        lengths = inference_params.lengths_of_step(*(tensors[0].shape[layout.index(axis)] for axis in "bs"))
+        if cu_seqlens_q is not None and (given := cu_seqlens_q.diff().tolist()) != lengths:
+            raise ValueError(f"cu_seqlens_q has sequences of {given} tokens, where pre_step was told of {lengths}")
         queries, new_keys, new_values = (_sequences(t, layout, lengths, None) for t in tensors)
         whole = inference_params.step(self.layer_number, new_keys, new_values)
         if "bottom_right" not in call.kind:  # new tokens come after those that are there
@@ -218,8 +229,8 @@ class DotProductAttention(Placed, OnOneRank, ExtraState):
         ]
         return _put_back(parts, tensors[0], layout, None)
 
-    def _require_shapes(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Accept what can be attended to, with heads and head sizes as the module has them.
+    def _require_shapes(self, layout: str, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Accept what can be attended to, with axes as ``layout`` and heads and head sizes as the module has them.
 
         Raises:
             ValueError: other shapes, which PyTorch may read past the end of.
@@ -231,11 +242,13 @@ class DotProductAttention(Placed, OnOneRank, ExtraState):
             or query.shape[-2:] != (self.num_attention_heads, of_keys[1])
             or key.shape[-2:] != of_keys
             or value.shape[-2:] != of_values
+            or not query.ndim == key.ndim == len(layout)
+            or (layout != "thd" and query.shape[layout.index("b")] != key.shape[layout.index("b")])
         ):
             raise ValueError(
                 f"query_layer must end in [{self.num_attention_heads}, {of_keys[1]}], key_layer and value_layer in "
-                f"{list(of_keys)} and {list(of_values)} behind the same axes; got {list(query.shape)}, "
-                f"{list(key.shape)} and {list(value.shape)}"
+                f"{list(of_keys)} and {list(of_values)} behind the same axes, laid out by qkv_format={layout!r} with "
+                f"one batch size; got {list(query.shape)}, {list(key.shape)} and {list(value.shape)}"
             )
 
 
@@ -310,15 +323,44 @@ def _packed(
     if cu_seqlens_q is None or cu_seqlens_kv is None:
         raise ValueError("qkv_format='thd' needs cu_seqlens_q and cu_seqlens_kv")
     query, key, value = tensors
-    starts_q = (cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded).tolist()
-    starts_kv = (cu_seqlens_kv if cu_seqlens_kv_padded is None else cu_seqlens_kv_padded).tolist()
-    queries = _sequences(query, "thd", cu_seqlens_q.diff().tolist(), starts_q)
-    keys, values = (_sequences(t, "thd", cu_seqlens_kv.diff().tolist(), starts_kv) for t in (key, value))
+    lengths_q, starts_q = _places("q", cu_seqlens_q, cu_seqlens_q_padded, query.shape[0])
+    lengths_kv, starts_kv = _places("kv", cu_seqlens_kv, cu_seqlens_kv_padded, key.shape[0])
+    _require_ends("kv", cu_seqlens_kv, len(lengths_q))
+    queries = _sequences(query, "thd", lengths_q, starts_q)
+    keys, values = (_sequences(t, "thd", lengths_kv, starts_kv) for t in (key, value))
     parts = [
         call.of_sequence(index, len(queries)).one(*qkv)
         for index, qkv in enumerate(zip(queries, keys, values, strict=True))
     ]
     return _put_back(parts, query, "thd", starts_q)
+
+
+def _require_ends(which: str, ends: Any, count: int | None = None) -> None:
+    """Raise a ValueError unless ``ends``, the argument ``cu_seqlens_{which}``, are of ``count`` sequences, if told."""
+    is_tensor = isinstance(ends, Tensor) and not ends.is_floating_point()
+    if not is_tensor or ends.ndim != 1 or len(ends) != (max(len(ends), 1) if count is None else count + 1):
+        got = f"{ends.dtype} {list(ends.shape)}" if isinstance(ends, Tensor) else shown(ends)
+        size = "batch + 1" if count is None else count + 1
+        raise ValueError(f"cu_seqlens_{which} must be a tensor of integers [{size}], got {got}")
+
+
+def _places(which: str, ends: Tensor, padded: Tensor | None, rows: int) -> tuple[list[int], list[int]]:
+    """How long the sequences of ``cu_seqlens_{which}`` are, and where they begin among ``rows`` tokens.
+
+    Raises:
+        ValueError: they are not one after the other, or not within these tokens.
+    """
+    _require_ends(which, ends)
+    if padded is not None:
+        _require_ends(f"{which}_padded", padded, len(ends) - 1)
+    lengths, starts = ends.diff().tolist(), (ends if padded is None else padded).tolist()
+    gaps = [after - start for start, after in pairwise(starts)]
+    if starts[0] < 0 or starts[-1] > rows or any(not 0 <= n <= gap for n, gap in zip(lengths, gaps, strict=True)):
+        of_padded = "" if padded is None else f" and cu_seqlens_{which}_padded={starts}"
+        raise ValueError(
+            f"cu_seqlens_{which}={ends.tolist()}{of_padded} must be sequences one after the other within {rows} tokens"
+        )
+    return lengths, starts
 
 
 def plain_kind(kind: str) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp4engine.arguments import require_integer
 from fp4engine.modules.te_arguments import te_device
 
 
@@ -39,7 +40,8 @@ class InferenceParams:
     ) -> None:
         if custom_cache_manager is not None:
             raise NotImplementedError("InferenceParams(custom_cache_manager=) is not implemented; leave it out")
-        self.max_batch_size, self.max_sequence_length = max_batch_size, max_sequence_length
+        self.max_batch_size = require_integer("max_batch_size", max_batch_size, 1)
+        self.max_sequence_length = require_integer("max_sequence_length", max_sequence_length, 1)
         self.num_heads_kv, self.head_dim_k, self.head_dim_v = num_heads_kv, head_dim_k, head_dim_v or head_dim_k
         self.dtype, self.is_paged, self.page_size = dtype, is_paged, page_size
         self.total_num_pages, self.max_ctx_len = total_num_pages, max_ctx_len
@@ -62,6 +64,8 @@ class InferenceParams:
         Raises:
             ValueError: more sequences, or longer ones, than there may be.
         """
+        for count in step_dict.values():
+            require_integer("each count of step_dict", count, 0)
         if len(step_dict) > self.max_batch_size:
             raise ValueError(f"max_batch_size={self.max_batch_size} sequences may go on, got {len(step_dict)}")
         before = {name: self.sequences.get(name, 0) for name in step_dict}
@@ -76,6 +80,20 @@ class InferenceParams:
     def get_seqlens_pre_step(self) -> Tensor:
         """[B] lengths before this step."""
         return torch.tensor(list(self.sequences_pre_step.values()), dtype=torch.int32, device=te_device(None))
+
+    def lengths_of_step(self, batch: int, most: int) -> list[int]:
+        """How many tokens each sequence goes on with, as :meth:`pre_step` was told.
+
+        Raises:
+            ValueError: inputs of ``batch`` sequences of ``most`` tokens do not have them.
+        """
+        lengths = [count - self.sequences_pre_step[name] for name, count in self.sequences.items()]
+        if len(lengths) != batch or max(lengths, default=0) > most:
+            raise ValueError(
+                f"inputs are of {batch} sequences of {most} tokens, and pre_step was told of {len(lengths)} that go on "
+                f"with {lengths}"
+            )
+        return lengths
 
     def step(self, layer_number: Any, new_k: list[Tensor], new_v: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """All keys and values [T, G, D] of each sequence, with the new ones at their end.
