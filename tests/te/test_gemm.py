@@ -59,6 +59,27 @@ def test_results_are_quantized_and_keep_their_axes() -> None:
     assert torch.equal(product.dequantize(), quantizer(b @ a.T).dequantize())
 
 
+def test_a_quantizer_writes_into_the_output_or_refuses_it() -> None:
+    """A product that is quantized once, also one of a group, where it used to be thrown away."""
+    a, b = torch.randn(48, 32), torch.randn(8, 32)
+    quantizer = Float8CurrentScalingQuantizer(DType.kFloat8E4M3, device="cpu")
+    expected = quantizer(b @ a.T).dequantize()
+    out = quantizer(torch.zeros(8, 48))
+    assert general_gemm(a, b, quantization_params=quantizer, out=out)[0] is out
+    assert torch.equal(out.dequantize(), expected)
+    outs = [quantizer(torch.zeros(8, 48))]
+    made, *_ = general_grouped_gemm([a], [b], outs, [quantizer], torch.float32)
+    assert made[0] is outs[0] and torch.equal(outs[0].dequantize(), expected)
+    plain = torch.full((8, 48), 7.0)
+    with pytest.raises(ValueError, match="Float8CurrentScalingQuantizer writes into a QuantizedTensor, got Tensor"):
+        general_grouped_gemm([a], [b], [plain], [quantizer], torch.float32)
+    with pytest.raises(
+        ValueError, match=r"accumulate=True\) needs out, the plain tensor to add to, got a Float8Tensor"
+    ):
+        general_gemm(a, b, out=out, accumulate=True)
+    assert (plain == 7.0).all()
+
+
 @pytest.mark.parametrize("single_output", [False, True])
 def test_groups_are_products_one_by_one(single_output) -> None:
     counts = [16, 0, 48]
@@ -91,6 +112,12 @@ def test_an_output_of_another_shape_is_refused() -> None:
     a, b = torch.randn(16, 32), torch.randn(4, 32)
     with pytest.raises(ValueError, match=r"out must have shape \[4, 16\], got \[16, 4\]"):
         general_gemm(a, b, out=torch.zeros(16, 4))
+    out = torch.zeros(4, 16)
+    with pytest.raises(ValueError, match=r"out must have shape \[1, 16\], got \[4, 16\]"):
+        general_gemm(a, b[:1], out=out, accumulate=True)
+    assert not out.any()
+    with pytest.raises(ValueError, match=r"bias must have 16 elements, got \[1\]"):
+        general_gemm(a, b, bias=torch.ones(1))
     with pytest.raises(ValueError, match=r"must be equally many, got \{'A': 2, 'B': 2, 'out': 1"):
         general_grouped_gemm([a, a], [b, b], [torch.zeros(4, 16)], [None, None], torch.float32)
 

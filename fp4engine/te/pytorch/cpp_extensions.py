@@ -46,14 +46,15 @@ def general_gemm(
         A, B: the weight and the input of fprop (``"TN"``), the weight and the gradient of dgrad (``"NN"``), the input
             and the gradient of wgrad (``"NT"``). Of a quantized tensor the side is read that lies along the product.
         out_dtype: dtype of the result; None takes the dtype of ``out``, or else of ``A``.
-        quantization_params: the quantizer of the result.
+        quantization_params: the quantizer of the result, which writes into ``out`` if that is given.
         accumulate: add to ``out``, with one rounding.
         bias: added to each row; with ``grad`` its gradient, the sum of the rows of B, is returned instead.
         use_split_accumulator: False lets FP8 tensor cores keep sums in their shorter accumulator.
 
     Raises:
         NotImplementedError: GELU, factors, or communication that overlaps.
-        ValueError: a quantized tensor has not the side that the product reads.
+        ValueError: a quantized tensor has not the side that the product reads; ``out`` or ``bias`` is of another shape,
+            or ``out`` is plain and ``quantization_params`` are given.
     """
     factor = 1.0 if accumulate else 0.0
     refuse(
@@ -69,13 +70,21 @@ def general_gemm(
     )
     if layout not in LAYOUTS:
         raise ValueError(f"general_gemm(layout=) must be one of {', '.join(map(repr, LAYOUTS))}, got {layout!r}")
-    if accumulate and out is None:
-        raise ValueError("general_gemm(accumulate=True) needs out, the tensor to add to")
+    if accumulate and (out is None or isinstance(out, QuantizedTensorStorage)):
+        got = "None" if out is None else f"a {type(out).__name__}"
+        raise ValueError(f"general_gemm(accumulate=True) needs out, the plain tensor to add to, got {got}")
     transposes_a, transposes_b = (letter == "T" for letter in layout)
     left = _operand("B", B, is_transposed=transposes_b)
     right = _operand("A", A, is_transposed=not transposes_a)
     dtype = out_dtype or (A.dtype if out is None else out.dtype)
     bias_grad = None
+    shape = [left.rows, right.rows] if transposes_b else [*B.shape[:-1], right.rows]
+    if out is not None and (out.numel() != left.rows * right.rows or out.shape[-1:] != (right.rows,)):
+        raise ValueError(f"out must have shape {shape}, got {list(out.shape)}")
+    if out is not None and quantization_params is not None:
+        quantization_params.require_target(out, out)
+    if bias is not None and bias.numel() != (B.shape[-1] if grad else right.rows):
+        raise ValueError(f"bias must have {B.shape[-1] if grad else right.rows} elements, got {list(bias.shape)}")
     if grad and bias is not None:
         bias_grad = decoded(B).reshape(-1, B.shape[-1]).sum(0, dtype=torch.float32).to(bias.dtype)
         bias = None
@@ -88,12 +97,12 @@ def general_gemm(
             out=out.view(-1, out.shape[-1]) if accumulate and out is not None else None,
             fast_accumulation=not use_split_accumulator,
         )
-        if out is not None and (out.numel() != product.numel() or out.shape[-1:] != product.shape[-1:]):
-            raise ValueError(f"out must have shape {[*B.shape[:-1], product.shape[-1]]}, got {list(out.shape)}")
-        if out is not None and not accumulate:
-            out.copy_(product.view(out.shape))
-        result = out if out is not None else product if transposes_b else product.view(*B.shape[:-1], -1)
-        return (result if quantization_params is None else quantization_params.quantize(result), bias_grad, None, None)
+        result = product.view(shape if out is None else out.shape)
+        if quantization_params is not None:
+            result = quantization_params.quantize(result, out=out)
+        elif out is not None:
+            result = out if accumulate else out.copy_(result)
+        return result, bias_grad, None, None
 
 
 def general_grouped_gemm(
