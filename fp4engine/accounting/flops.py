@@ -3,7 +3,7 @@
 import math
 import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -128,35 +128,31 @@ class Watched:
 
 
 class _Watch(TorchDispatchMode):
-    """Notes what ``counter``, entered before, must not count, and which operators it knows nothing of."""
+    """Counts what operators multiply that are not called from ``fp4engine.ops``, and notes which nobody knows."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, counter: "FlopCounterMode") -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.counter = counter
-        self.own: Counter[str] = Counter()
-        self.opaque: set[str] = set()
-
-    def counted(self) -> dict[Any, int]:
-        """FLOPs by operator up to now."""
-        return dict(self.counter.flop_counts["Global"])
+        self.counter = make_counter()
+        self.seen = Watched()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if hasattr(func, "decompose") and func._overloadpacket not in self.counter.flop_registry:
-            with self:  # the counter would take it apart, too, and what it is made of would not be seen here
-                output = func.decompose(*args, **(kwargs or {}))
-            if output is not NotImplemented:
-                return output
-        before = self.counted()
-        output = func(*args, **(kwargs or {}))
-        # Few of a step's thousands of operators multiply.
-        if (after := self.counted()) != before and _is_called_from_ops():
-            self.own += _by_name(after) - _by_name(before)
+        kwargs = kwargs or {}
+        if not hasattr(func, "decompose") or func._overloadpacket in self.counter.flop_registry:
+            with self.counter:  # which begins at zero, and is not there for the thousands that multiply nothing
+                output = func(*args, **kwargs)
+            if (flops := self.counter.flop_counts["Global"]) and not _is_called_from_ops():
+                self.seen.flops += Counter({str(packet): count for packet, count in flops.items()})
+        elif func._can_decompose():
+            with self:  # of what it is made of
+                return func.decompose(*args, **kwargs)
+        else:
+            output = func(*args, **kwargs)
         name = func.name() if hasattr(func, "name") else ""
         namespace = name.partition("::")[0]
         if name.partition(".")[0] in _WITHOUT_FORMULA or (name and namespace not in _TRANSPARENT):
-            self.opaque.add(name.partition(".")[0])
+            self.seen.opaque.add(name.partition(".")[0])
         return output
 
 
@@ -173,14 +169,9 @@ def watch(step: Callable[[], Any]) -> Watched:
 
     A product that ``fp4engine.ops`` asks PyTorch for is a part of one that the layer in question counts itself.
     """
-    counter = make_counter()
-    with torch.compiler.set_stance("force_eager"), counter, _Watch(counter) as mode:
+    with torch.compiler.set_stance("force_eager"), _Watch() as mode:
         step()
-    return Watched(_by_name(mode.counted()) - mode.own, mode.opaque)
-
-
-def _by_name(flops: Mapping[Any, int]) -> Counter[str]:
-    return Counter({str(packet): count for packet, count in flops.items()})
+    return mode.seen
 
 
 def _is_called_from_ops() -> bool:
