@@ -265,6 +265,10 @@ class MultiheadAttention(torch.nn.Module):
             projected, normalized = projected
         ratio = self.num_attention_heads // self.num_gqa_groups
         if self.attention_type == "self":
+            if encoder_output is not None:
+                raise ValueError(
+                    f"encoder_output goes with attention_type='cross', this is 'self'; got {list(encoder_output.shape)}"
+                )
             query, key, value = self._split(projected, (ratio, 1, 1))
         else:
             if encoder_output is None:

@@ -499,6 +499,14 @@ def test_the_first_gradient_overwrites_whichever_microbatch_it_is_of() -> None:
         (lambda: te.Linear(32, 48, parameters_split=("q", "q")), "parameters_split must be .* got ('q', 'q')"),
         (lambda: te.Linear(32, 48, parameters_split={"q": -1, "k": 49}), "rows of parameters_split must be .* got -1"),
         (lambda: te.Linear(32, 48)("x"), "Linear.forward(inp=) must be a tensor, got 'x'"),
+        (lambda: te.LayerNorm(8, hidden_size=16), "normalized_shape or hidden_size, not both; got 8 and 16"),
+        (lambda: te.RMSNorm(8, params_dtype=torch.half, dtype=torch.bfloat16), "dtype and params_dtype are the same"),
+        (lambda: te.TransformerLayer(32, 64, 4, layer_number=0), "layer_number must be an integer of at least 1"),
+        (lambda: te.MultiheadAttention(32, 4, layer_number="1"), "layer_number must be an integer of at least 1"),
+        (
+            lambda: te.MultiheadAttention(32, 4)(torch.ones(2, 1, 32), encoder_output=torch.ones(3, 1, 32)),
+            "encoder_output goes with attention_type='cross', this is 'self'; got [3, 1, 32]",
+        ),
         (lambda: te.LayerNormLinear(32, 48, parallel_mode="x"), "parallel_mode must be one of"),
         (lambda: te.LayerNormMLP(32, 64.0), "ffn_hidden_size must be an integer of at least 0, got 64.0"),
         (

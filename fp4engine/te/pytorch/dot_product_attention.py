@@ -119,7 +119,8 @@ class DotProductAttention(Placed, OnOneRank, ExtraState):
         )
         self.attention_dropout, self.bottom_right_diagonal = given["attention_dropout"], given["bottom_right_diagonal"]
         self.softmax_scale, self.name = given["softmax_scale"], given["name"]
-        self.layer_number = 1 if given["layer_number"] is None else given["layer_number"]
+        layer_number = given["layer_number"]
+        self.layer_number = 1 if layer_number is None else require_integer("layer_number", layer_number, 1)
 
     @FORWARD.of
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:

@@ -32,9 +32,9 @@ class _NormHabits(torch.nn.Module):
     ) -> None:
         for name in ("fwd_ln_sm_margin", "bwd_ln_sm_margin", "inf_ln_sm_margin"):
             kwargs.pop(name, None)  # streaming multiprocessors to leave to others: nothing to do with numbers
-        shape = {"normalized_shape": normalized_shape} if hidden_size is None else {"hidden_size": hidden_size}
-        given: dict[str, Any] = {"dtype": params_dtype, **kwargs, **shape}
-        super().__init__(eps=eps, zero_centered_gamma=zero_centered_gamma, **given)
+        older = {"hidden_size": hidden_size, "params_dtype": params_dtype}
+        kwargs |= {name: value for name, value in older.items() if value is not None}
+        super().__init__(normalized_shape, eps=eps, zero_centered_gamma=zero_centered_gamma, **kwargs)
         self._is_built = True
 
     def reset_parameters(self, defer_init: bool | None = None) -> None:

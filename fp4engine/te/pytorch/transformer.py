@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from fp4engine import modules
+from fp4engine.arguments import require_integer
 from fp4engine.modules.inputs import cast_by_autocast
 from fp4engine.modules.te_arguments import refuse
 from fp4engine.te.pytorch.arguments import Arguments, Placed, rest_of
@@ -58,7 +59,7 @@ class TransformerLayer(Placed, OnOneRank, modules.TransformerLayer):
             )
         super().__init__(**rest_of(given, "softmax_type", "layer_number"))
         layer_number = given["layer_number"]
-        self.layer_number = 1 if layer_number is None else layer_number
+        self.layer_number = 1 if layer_number is None else require_integer("layer_number", layer_number, 1)
         for attention in (self.self_attention, self.inter_attention):
             if attention is not None:
                 attention.core_attention.layer_number = self.layer_number
