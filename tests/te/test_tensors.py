@@ -412,6 +412,22 @@ def test_a_view_without_a_transpose_that_is_stored_takes_no_writes() -> None:
     assert torch.equal(tensor.dequantize(), 2 * values)
 
 
+@pytest.mark.parametrize("usages", [{}, {"columnwise": False}, {"rowwise": False}])
+@pytest.mark.parametrize("shape", [(32, 32), (2, 3, 16)])
+def test_axes_that_change_places_are_another_view_even_of_equal_sizes(shape: tuple[int, ...], usages) -> None:
+    """A square matrix was taken for its own transpose, and ``torch.nn.functional.linear`` multiplied by it."""
+    tensor = te.Float8CurrentScalingQuantizer(E4M3, **usages)(torch.randn(shape))
+    values, x = tensor.dequantize(), torch.randn(4, shape[-1])
+    assert torch.equal(tensor.transpose(0, 1).dequantize(), values.transpose(0, 1))
+    assert torch.equal(tensor.mT.dequantize(), values.mT)
+    assert torch.equal(x @ tensor.mT, x @ values.mT)
+    written = torch.randn(shape)
+    tensor.transpose(0, 1).copy_(written.transpose(0, 1))
+    expected = te.Float8CurrentScalingQuantizer(E4M3, **usages)(written)
+    for attribute, value in expected._tensors().items():
+        assert value is None or torch.equal(getattr(tensor, attribute), value), attribute
+
+
 @pytest.mark.parametrize("quantizer", [*ALL.values(), te.IdentityQuantizer()], ids=[*ALL, "high precision"])
 def test_an_operation_in_place_does_not_change_the_shape(quantizer: te.Quantizer) -> None:
     tensor = quantizer(torch.randn(64, 256))

@@ -334,21 +334,26 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: igno
         if parts is None:
             return None
         views = [
-            self._whole_view(shape) if self._has_all_of(shape) else self._with(shape, given) for shape, given in parts
+            self._whole_view(shape) if self._has_all_of(shape, given) else self._with(shape, given)
+            for shape, given in parts
         ]
         for view in views:
-            view._is_part |= self._is_part or (self._shares_scales and view.numel() != self.numel())
+            view._is_part |= self._is_part or self._has_more_sides(view)
+            view._is_part |= self._shares_scales and view.numel() != self.numel()
         return views[0] if func._schema.returns[0].type.kind() == "TensorType" else views
 
-    def _has_all_of(self, shape: torch.Size) -> bool:
-        """Whether a rectangle of this tensor that has ``shape`` is all of it, under other leading axes."""
+    def _has_all_of(self, shape: torch.Size, given: dict[str, Any]) -> bool:
+        """Whether a part of this tensor is all of it, under other leading axes; ``given`` as in :data:`Part`."""
         return self._shares_scales and matrix_shape(shape) == matrix_shape(self.shape)
+
+    def _has_more_sides(self, view: "QuantizedTensor") -> bool:
+        """Whether a write into ``view`` would leave a side of this tensor as it was."""
+        return any(self.has(side) and not view.has(side) for side in self._SIDES)
 
     def _whole_view(self, shape: torch.Size) -> Any:
         """All elements by another ``shape``; nothing can be written into a view that lacks a side of this tensor."""
         view = self._with(shape, self._viewed(shape))
-        lacks_some = any(self.has(side) and not view.has(side) for side in self._SIDES)
-        view._is_part = self._is_part or lacks_some or view._has_parts()
+        view._is_part = self._is_part or self._has_more_sides(view) or view._has_parts()
         return view
 
     def _has_parts(self) -> bool:

@@ -174,6 +174,10 @@ class Float8Tensor(Float8TensorStorage, QuantizedTensor):
             parts.append((part.shape, {"data": data, "data_transpose": transpose}))
         return parts
 
+    def _has_all_of(self, shape: torch.Size, given: dict[str, Any]) -> bool:
+        codes: Tensor = given["data_transpose"] if given["data"] is None else given["data"]
+        return codes.is_contiguous() and super()._has_all_of(shape, given)  # else axes have changed their places
+
 
 def _part_of_transpose(tensor: Float8Tensor, made: Any, func: Any, args: Any, kwargs: Any) -> Any:
     """The columnwise codes of the view ``func``, which made ``made`` of the rowwise codes; None if there are none."""
