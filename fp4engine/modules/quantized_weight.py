@@ -266,6 +266,9 @@ class QuantizedWeight(torch.Tensor):
         kwargs = kwargs or {}
         first = args[0] if args else None
         if isinstance(first, QuantizedWeight):
+            made = taken_apart(cls, func, types, args, kwargs)
+            if made is not NotImplemented:
+                return made
             dtype, device = kwargs.get("dtype") or first.dtype, kwargs.get("device")
             whole = func in (aten.view.default, aten.expand.default) and tuple(args[1]) == tuple(first.shape)
             if whole or func in (aten.detach.default, aten.alias.default):
@@ -315,6 +318,20 @@ class QuantizedWeight(torch.Tensor):
         spec = self.quantizer.rowwise_spec
         assert spec is not None
         return f"QuantizedWeight({list(self.shape)}, {spec.label!r}, {self.dtype}, device={str(self.device)!r})"
+
+
+def taken_apart(cls: Any, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What ``func`` makes if it is ``to``, ``reshape`` or another view that consists of others; else NotImplemented.
+
+    PyTorch takes them apart before ``__torch_dispatch__``, but neither inside it nor in inference mode. There a view of
+    a tensor that was made outside has to be made as outside.
+    """
+    if not func.is_view:
+        return NotImplemented
+    if torch.is_inference_mode_enabled() and not args[0].is_inference():
+        with torch.inference_mode(False), torch.no_grad():
+            return cls.__torch_dispatch__(func, types, args, kwargs)
+    return func.decompose(*args, **kwargs)
 
 
 def initialize(weight: Tensor, bias: Tensor | None, method: Callable[[Tensor], Any]) -> None:

@@ -680,3 +680,14 @@ def test_weights_fill_buffers_too(device) -> None:
     assert all(torch.equal(filled[name], weights[name]) for name in weights if name != "0.weight")
     assert empty[2].shared is empty.correction is not trained.correction
     assert torch.equal(empty.derived, torch.arange(3.0))
+
+
+def test_inference_mode_saves_and_casts_codes() -> None:
+    module, x = build(MODULES["Linear"]), torch.randn(16, 40)
+    with fp4engine.autocast(recipe=RECIPE):
+        expected = module(x).detach()
+        with torch.inference_mode():
+            state = module.state_dict()
+            assert isinstance(state["weight"], QuantizedWeight) and torch.equal(module.to("cpu")(x), expected)
+            assert {parameter.dtype for parameter in module.to(torch.bfloat16).parameters()} == {torch.bfloat16}
+        assert not module.weight.is_inference()

@@ -428,6 +428,45 @@ def test_axes_that_change_places_are_another_view_even_of_equal_sizes(shape: tup
         assert value is None or torch.equal(getattr(tensor, attribute), value), attribute
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_a_tensor_of_one_side_is_copied_into_one_of_two(name: str) -> None:
+    tensor, values = ALL[name](torch.randn(64, 256)), torch.randn(64, 256)
+    source = ALL[name].copy()
+    source.set_usage(columnwise=False)
+    tensor.copy_(source(values))
+    expected = ALL[name](source(values).dequantize())
+    assert torch.equal(tensor.dequantize(), expected.dequantize())
+    assert torch.equal(tensor.operands.columnwise.dequantize(), expected.operands.columnwise.dequantize())
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("name", ALL)
+def test_inference_mode_views_and_moves_as_other_modes(name: str, inside: bool) -> None:
+    """There PyTorch calls ``to`` and ``reshape`` themselves instead of what they consist of."""
+    values = torch.randn(64, 256)
+    with torch.inference_mode(inside):
+        tensor = ALL[name](values)
+    with torch.inference_mode():
+        for made in (tensor.detach(), tensor.to("cpu"), tensor.reshape(4, 16, 256).reshape(64, 256), tensor.cpu()):
+            assert type(made) is type(tensor) and torch.equal(made.dequantize(), tensor.dequantize())
+            assert made.is_inference() is inside
+        narrow = tensor.to(torch.bfloat16)
+        assert type(narrow) is torch.Tensor and torch.equal(narrow, tensor.dequantize().bfloat16())
+
+
+@pytest.mark.parametrize("recipe", [recipes.NVFP4BlockScaling(), recipes.DelayedScaling()], ids=["NVFP4", "delayed"])
+def test_modules_are_made_saved_loaded_and_cast_in_inference_mode(recipe) -> None:
+    x, modules = torch.randn(16, 32), []
+    for inside in (False, True):
+        with torch.inference_mode(inside), te.quantized_model_init(recipe=recipe):
+            modules.append(te.Linear(32, 32))
+    with torch.inference_mode(), te.autocast(recipe=recipe):
+        modules[1].load_state_dict(modules[0].state_dict())
+        torch.testing.assert_close(modules[0](x), modules[1](x))
+        for module in modules:
+            assert {parameter.dtype for parameter in module.to(torch.bfloat16).parameters()} == {torch.bfloat16}
+
+
 @pytest.mark.parametrize("quantizer", [*ALL.values(), te.IdentityQuantizer()], ids=[*ALL, "high precision"])
 def test_an_operation_in_place_does_not_change_the_shape(quantizer: te.Quantizer) -> None:
     tensor = quantizer(torch.randn(64, 256))

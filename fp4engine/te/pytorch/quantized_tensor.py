@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from fp4engine.arguments import require_data
-from fp4engine.modules.quantized_weight import QuantizedWeight
+from fp4engine.modules.quantized_weight import QuantizedWeight, taken_apart
 from fp4engine.quantizers.base import Quantizer as FrozenQuantizer
 from fp4engine.te.pytorch.base_storage import (
     QuantizedTensorStorage,
@@ -268,6 +268,9 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: igno
         kwargs = kwargs or {}
         first = args[0] if args else None
         if isinstance(first, QuantizedTensor):
+            made = taken_apart(cls, func, types, args, kwargs)
+            if made is not NotImplemented:
+                return made
             if func in (aten.detach.default, aten.alias.default):
                 same = first._like(lambda tensor: tensor)
                 same._is_part = first._is_part

@@ -206,9 +206,10 @@ class DelayedScalingRecipeState(RecipeState):
 
     def __init__(self, recipe: AnyRecipe, **arguments: Any) -> None:
         super().__init__(recipe, **arguments)
-        self.scale = torch.ones(self.num_quantizers, dtype=torch.float32, device=self.device)
         shape = (self.frozen.amax_history_len, self.num_quantizers)
-        self.amax_history = torch.zeros(shape, dtype=torch.float32, device=self.device)
+        with torch.inference_mode(False):
+            self.scale = torch.ones(self.num_quantizers, dtype=torch.float32, device=self.device)
+            self.amax_history = torch.zeros(shape, dtype=torch.float32, device=self.device)
         self._shown = self._contents()
 
     def inherit_state_from(self, other: RecipeState) -> bool:
