@@ -457,9 +457,13 @@ def test_an_input_has_three_axes(layout, axes) -> None:
         ({"start_positions": torch.tensor([-1])}, r"start_positions must be at least 0, got \[-1\]"),
         ({"cp_size": 2, "cp_rank": 5}, "cp_rank must be an integer from 0 to 1, got 5"),
         ({"cp_size": 0}, "cp_size must be an integer of at least 1, got 0"),
+        ({"start_positions": torch.tensor([1, 2])}, r"start_positions must be a tensor \[1\], got tensor\(\[1, 2\]\)"),
+        ({"start_positions": [1]}, r"start_positions must be a tensor \[1\], got \[1\]"),
     ],
 )
 def test_places_that_no_angle_has_are_refused(arguments, message) -> None:
     angles = RotaryPositionEmbedding(8)(16)
     with pytest.raises(ValueError, match=message):
         apply_rotary_pos_emb(torch.ones(4, 1, 2, 8), angles, **arguments)
+    with pytest.raises(ValueError, match=r"cu_seqlens must be of 9 tokens on each of cp_size=1 ranks, got \[4, 4\]"):
+        apply_rotary_pos_emb(torch.ones(9, 2, 8), angles, "thd", cu_seqlens=torch.tensor([0, 4, 8]))

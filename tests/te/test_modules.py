@@ -516,6 +516,14 @@ def test_the_first_gradient_overwrites_whichever_microbatch_it_is_of() -> None:
         (lambda: te.GroupedLinear(2, 32, 48, parallel_mode="x"), "parallel_mode must be one of"),
         (lambda: te.GroupedLinear(2, 32, 48, use_grouped_tensor="x"), "use_grouped_tensor must be one of"),
         (lambda: te.Linear(32, 48).set_extra_state(torch.ones(3)), "_extra_state must be bytes .* got torch.float32"),
+        (
+            lambda: te.moe_permute(torch.ones(3, 4), torch.tensor([[0, 1], [1, 2], [2, 0]])),
+            'routing_map must be of zeros and ones under map_type="mask"; experts need map_type="index"',
+        ),
+        (
+            lambda: te.parallel_cross_entropy(torch.ones(1, 1, 2), torch.zeros(1, 1, dtype=torch.int64), -1.0),
+            "label_smoothing must be a number from 0 to 1, got -1.0",
+        ),
         (lambda: te.Fp8Padding(2, align_size=0), "align_size must be an integer of at least 1, got 0"),
         (lambda: te.checkpoint("x", torch.ones(2)), "function must be a function, got 'x'"),
         (

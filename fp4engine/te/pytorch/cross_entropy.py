@@ -5,7 +5,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp4engine.arguments import require_member
+from fp4engine.arguments import require_member, require_rate
 from fp4engine.te.pytorch.base import require_one_rank
 
 
@@ -30,6 +30,7 @@ def parallel_cross_entropy(
     if dist_process_group is not None:
         require_member("dist_process_group", dist_process_group)
     require_one_rank("parallel_cross_entropy", tp_group=dist_process_group)
+    require_rate("label_smoothing", label_smoothing)
     reduction = "sum" if reduce_loss else "none"
     scores = inp.float().flatten(0, -2)
     loss = F.cross_entropy(

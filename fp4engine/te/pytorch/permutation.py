@@ -28,6 +28,8 @@ def moe_permute(
     require_one_of("map_type", map_type, MAP_TYPES)
     if routing_map.shape[0] != inp.shape[0]:
         raise ValueError(f"routing_map must have a row for each of {inp.shape[0]} tokens, got {routing_map.shape[0]}")
+    if map_type == "mask" and routing_map.dtype != torch.bool and bool((routing_map * (1 - routing_map)).any()):
+        raise ValueError('routing_map must be of zeros and ones under map_type="mask"; experts need map_type="index"')
     if map_type == "index":
         choices = routing_map.shape[1] if routing_map.ndim > 1 else 1
         places = torch.argsort(routing_map.reshape(-1), stable=True)

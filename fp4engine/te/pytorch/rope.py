@@ -6,7 +6,7 @@ Legend: B batch, S sequence length, H heads, D head size, R components that are 
 import torch
 from torch import Tensor
 
-from fp4engine.arguments import require_integer, require_one_of
+from fp4engine.arguments import require_integer, require_one_of, shown
 from fp4engine.functional.attention import rotate
 from fp4engine.modules.te_arguments import te_device
 from fp4engine.te.pytorch.constants import QKV_FORMATS
@@ -73,14 +73,27 @@ def apply_rotary_pos_emb(
         cp_size, cp_rank: rank ``cp_rank`` of ``cp_size`` has the sequences' parts ``cp_rank`` and, from behind, again.
 
     Raises:
-        ValueError: another format, ``"thd"`` without ``cu_seqlens``, too few angles, a negative start, or a rank that
-            is none of ``cp_size``.
+        ValueError: another format, ``"thd"`` without ``cu_seqlens`` of all tokens, too few angles, a start that is
+            missing or negative, or a rank that is none of ``cp_size``.
     """
     require_one_of("tensor_format", tensor_format, QKV_FORMATS)
     require_integer("cp_size", cp_size, 1)
     require_integer("cp_rank", cp_rank, 0, cp_size - 1)
-    if start_positions is not None and bool((start_positions < 0).any()):
-        raise ValueError(f"start_positions must be at least 0, got {start_positions.tolist()}")
+    lengths: list[int] = []
+    if tensor_format == "thd":
+        if cu_seqlens is None:
+            raise ValueError("cu_seqlens must not be None when tensor_format is 'thd'")
+        lengths = (cu_seqlens // cp_size).diff().tolist()
+        if sum(lengths) != t.shape[0]:
+            raise ValueError(
+                f"cu_seqlens must be of {t.shape[0]} tokens on each of cp_size={cp_size} ranks, got {lengths}"
+            )
+    batch = len(lengths) if tensor_format == "thd" else t.shape[tensor_format.index("b")]
+    if start_positions is not None:
+        if not isinstance(start_positions, Tensor) or tuple(start_positions.shape) != (batch,):
+            raise ValueError(f"start_positions must be a tensor [{batch}], got {shown(start_positions)}")
+        if bool((start_positions < 0).any()):
+            raise ValueError(f"start_positions must be at least 0, got {start_positions.tolist()}")
 
     dtype = torch.float32 if fused else t.dtype
 
@@ -95,10 +108,7 @@ def apply_rotary_pos_emb(
         return rotate(x.transpose(0, 1)[None], here, interleaved, dtype)[0].transpose(0, 1)
 
     if tensor_format == "thd":
-        if cu_seqlens is None:
-            raise ValueError("cu_seqlens must not be None when tensor_format is 'thd'")
-        lengths = (cu_seqlens // cp_size).diff().tolist()
-        starts = [0] * len(lengths) if start_positions is None else start_positions.tolist()
+        starts = [0] * batch if start_positions is None else start_positions.tolist()
         parts = t.split(lengths)
         return torch.cat([turned(part, start) for part, start in zip(parts, starts, strict=True)])
     if start_positions is None and cp_size == 1:
@@ -106,7 +116,7 @@ def apply_rotary_pos_emb(
         back = (0, 2, 1, 3) if tensor_format == "bshd" else (2, 0, 1, 3)
         return rotate(t.permute(order), freqs, interleaved, dtype).permute(back).contiguous()
     axis = 0 if tensor_format == "bshd" else 1
-    starts = [0] * t.shape[axis] if start_positions is None else start_positions.tolist()
+    starts = [0] * batch if start_positions is None else start_positions.tolist()
     parts = t.unbind(axis)
     return torch.stack([turned(part, start) for part, start in zip(parts, starts, strict=True)], dim=axis)
 
