@@ -428,6 +428,24 @@ def test_axes_that_change_places_are_another_view_even_of_equal_sizes(shape: tup
         assert value is None or torch.equal(getattr(tensor, attribute), value), attribute
 
 
+@pytest.mark.parametrize("recipe", [recipes.NVFP4BlockScaling(), recipes.Float8BlockScaling()], ids=["NVFP4", "FP8"])
+def test_a_new_module_takes_the_bytes_of_one_that_has_trained(recipe) -> None:
+    """It stores one side and the other one both, so codes were decoded and quantized again, which moves NVFP4's."""
+    x, modules = torch.randn(16, 32), []
+    with te.quantized_model_init(recipe=recipe):
+        modules += [te.Linear(32, 32) for _ in range(2)]
+    with torch.no_grad():
+        modules[0].weight.copy_(torch.randn(32, 32))
+    modules[1].load_state_dict(modules[0].state_dict())
+    for old, new in zip(*(module.weight._tensors().values() for module in modules), strict=True):
+        assert torch.equal(old, new) and old.data_ptr() != new.data_ptr()
+    with torch.no_grad(), te.autocast(recipe=recipe):
+        assert torch.equal(modules[0](x), modules[1](x))
+    modules[0].weight.update_usage(columnwise_usage=False)
+    modules[1].load_state_dict(modules[0].state_dict())
+    assert torch.equal(modules[1].weight.operands.columnwise.dequantize().T, modules[0].weight.dequantize())
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_a_tensor_of_one_side_is_copied_into_one_of_two(name: str) -> None:
     tensor, values = ALL[name](torch.randn(64, 256)), torch.randn(64, 256)

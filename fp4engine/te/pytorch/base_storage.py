@@ -200,9 +200,31 @@ class QuantizedTensorStorage:
         return same
 
     def _form(self) -> Any:
-        """A value that is equal for storages of which one can be copied to the other byte for byte."""
-        tensors = {name: t if t is None else (t.shape, t.dtype) for name, t in self._tensors().items()}
-        return kind_of(type(self)), {name: getattr(self, name) for name in self._WORDS}, tensors
+        """A value that is equal for storages of which one's sides can be copied to the other byte for byte."""
+        return kind_of(type(self)), self.shape, {name: getattr(self, name) for name in self._WORDS}
+
+    def _take(self, source: "QuantizedTensorStorage") -> bool:
+        """Become ``source`` byte for byte, with all of its sides; False, and unchanged, where that takes a rounding.
+
+        A side that only this storage has is made of the other one if it is its transpose: a module that has trained
+        stores both, and one that is new may store one.
+        """
+        if self._form() != source._form():
+            return False
+        given = {name: tensor for name, tensor in source._tensors().items() if tensor is not None}
+        for side in self._SIDES:
+            if self.has(side) and not source.has(side):
+                if (turned := source._turned(side)) is None:
+                    return False
+                given |= {name: tensor for name, tensor in turned.items() if tensor is not None}
+        mine = {name: tensor for name, tensor in self._tensors().items() if tensor is not None}
+        if any(
+            name not in given or (t.shape, t.dtype) != (given[name].shape, given[name].dtype)
+            for name, t in mine.items()
+        ):
+            return False
+        self._become({name: t if name in mine else t.to(self.device, copy=True) for name, t in given.items()})
+        return True
 
     def _become(self, attributes: dict[str, Any]) -> None:
         """Write tensors into the memory that there is for them, which detached tensors share; take all else."""

@@ -279,10 +279,7 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: igno
                 return first._like(torch.clone)
             if func is aten.copy_.default:
                 source = args[1]
-                is_alike = isinstance(source, QuantizedTensor) and source._form() == first._form()
-                if is_alike and not first._is_part:
-                    first.copy_from_storage(source)
-                else:
+                if first._is_part or not (isinstance(source, QuantizedTensor) and first._take(source)):
                     first.quantize_(source)
                 return first
             if func is aten._to_copy.default and kwargs.get("dtype") in (None, first.dtype):

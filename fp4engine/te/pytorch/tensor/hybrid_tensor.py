@@ -109,7 +109,13 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         return self._with_sides(lambda part: part._like(change))
 
     def _form(self) -> Any:
-        return {side: part._form() for side, part in self._parts().items()}
+        return {side: (part._form(), part.get_usages()) for side, part in self._parts().items()}
+
+    def _take(self, source: QuantizedTensorStorage) -> bool:
+        if self._form() != source._form():
+            return False
+        self.copy_from_storage(source)
+        return True
 
     def clear(self) -> None:
         """Give back the memory of both sides."""
