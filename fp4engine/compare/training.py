@@ -248,9 +248,15 @@ class Training:
 
     @contextmanager
     def aside(self) -> Generator[None]:
-        """A region whose passes leave no trace: random streams and amaxes of delayed scaling are as before."""
+        """A region whose passes leave no trace: random streams, buffers, amaxes of delayed scaling are as before."""
         with self.alone():
             before = get_rng_state(), torch.get_rng_state(), get_amax_history(self.model)
+            buffers = [
+                (module._buffers, name, buffer, buffer.clone())
+                for module in self.model.modules()
+                for name, buffer in module._buffers.items()
+                if buffer is not None
+            ]
             on_gpu = torch.cuda.get_rng_state() if self.on_gpu else None
             try:
                 yield
@@ -258,6 +264,10 @@ class Training:
                 set_rng_state(before[0])
                 torch.set_rng_state(before[1])
                 set_amax_history(self.model, before[2])
+                for owned, name, buffer, value in buffers:
+                    owned[name] = buffer
+                    if not torch.equal(buffer, value):  # a constant may be a view that cannot be written
+                        buffer.copy_(value)
                 if on_gpu is not None:
                     torch.cuda.set_rng_state(on_gpu)
                 self.optimizer.zero_grad()

@@ -89,6 +89,19 @@ def test_looking_at_a_step_leaves_no_trace_and_finds_what_is_there(tmp_path) -> 
     assert (looked.records / "record.jsonl").exists()
 
 
+def test_looking_at_a_step_leaves_statistics_of_batches_as_they_were() -> None:
+    training = Training(TASK, Run("nvfp4", NVFP4, 0))
+    block = training.model.get_submodule("blocks.1")
+    block.norm = nn.BatchNorm1d(16)
+    block.register_forward_pre_hook(lambda block, given: (block.norm(given[0]),))
+    block.register_buffer("seen", torch.zeros(1))
+    block.register_forward_hook(lambda block, *_: setattr(block, "seen", torch.cat([block.seen, block.seen])))
+    before = {name: buffer.clone() for name, buffer in training.model.named_buffers()}
+    training.examine()
+    for name, buffer in training.model.named_buffers():
+        assert torch.equal(buffer, before[name]), name
+
+
 def test_noise_and_bias_of_gradients_are_told_apart() -> None:
     """Nearest rounding has no noise and all bias; stochastic rounding that cannot saturate has noise alone."""
     found: list[dict] = []
