@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fp4engine.compare.files import InputError, one_line, sync
+from fp4engine.compare.loop import generator_states, set_generator_states
 from fp4engine.modules import get_amax_history, set_amax_history
 from fp4engine.state import get_rng_state, set_rng_state
 
@@ -86,8 +87,7 @@ def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optim
     state = {
         "step": step,
         "optimizer": optimizer.state_dict(),
-        "torch_rng": torch.get_rng_state(),
-        "cuda_rng": torch.cuda.get_rng_state() if next(model.parameters()).is_cuda else None,
+        **generator_states(),
         "fp4_rng": get_rng_state(),
         "amax_history": get_amax_history(model),
         "extra_state": extra_state(model),
@@ -135,9 +135,7 @@ def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *m
         if extra := state.get("extra_state"):
             model.load_state_dict(extra, strict=False)
         optimizer.load_state_dict(state["optimizer"])
-        torch.set_rng_state(state["torch_rng"])
-        if state["cuda_rng"] is not None:
-            torch.cuda.set_rng_state(state["cuda_rng"])
+        set_generator_states(state)
         set_rng_state(state["fp4_rng"])
         set_amax_history(model, state["amax_history"])
         for part, saved in zip(more, state.get("more", []), strict=True):

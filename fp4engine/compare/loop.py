@@ -1,16 +1,18 @@
 """What training loops have in common: the optimizer and its rate, the pace, memory, signals, bytes that repeat."""
 
 import math
+import random
 import resource
 import signal
 import sys
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -37,6 +39,34 @@ def compute_repeatably(warn_only: bool = False) -> None:
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
     deterministic: Any = torch.utils.deterministic
     deterministic.fill_uninitialized_memory = False  # a debugging aid that would cost a pass over memory
+
+
+def seed_generators(seed: int) -> None:
+    """Seed what a model may draw from: PyTorch's generators, Python's and NumPy's, which some weights are drawn by."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+def generator_states() -> dict[str, Any]:
+    """The states of what :func:`seed_generators` seeds, as ``torch.save`` takes them."""
+    name, key, *rest = np.random.get_state()
+    return {
+        "torch_rng": torch.get_rng_state(),
+        "cuda_rng": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
+        "python_rng": random.getstate(),
+        "numpy_rng": (name, key.tolist(), *rest),
+    }
+
+
+def set_generator_states(states: Mapping[str, Any]) -> None:
+    """Undo what was drawn since :func:`generator_states`; ``states`` of earlier versions lack Python's and NumPy's."""
+    torch.set_rng_state(states["torch_rng"])
+    if states["cuda_rng"] is not None:
+        torch.cuda.set_rng_state(states["cuda_rng"])
+    if "python_rng" in states:
+        random.setstate(states["python_rng"])
+        np.random.set_state(states["numpy_rng"])
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.AdamW:

@@ -22,7 +22,16 @@ from fp4engine import inspect
 from fp4engine.accounting import executed_gemms
 from fp4engine.compare import checkpoint
 from fp4engine.compare.files import write_atomically
-from fp4engine.compare.loop import LARGEST_GRADIENT_NORM, Pace, make_optimizer, peak_memory, reset_peak_memory
+from fp4engine.compare.loop import (
+    LARGEST_GRADIENT_NORM,
+    Pace,
+    generator_states,
+    make_optimizer,
+    peak_memory,
+    reset_peak_memory,
+    seed_generators,
+    set_generator_states,
+)
 from fp4engine.compare.recorder import HIGH_PRECISION, Recorder, Run
 from fp4engine.compare.task import Task
 from fp4engine.inspect.search import keeping
@@ -111,14 +120,14 @@ class Training:
         self.graphs: dict[Any, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         reset_peak_memory(self.device)
         with self.alone():
-            torch.manual_seed(run.seed)
+            seed_generators(run.seed)
             with self.device:
                 self.model = task.model()
             self.plan = task.convert(self.model, run)
             if task.start is not None:
                 checkpoint.load_weights(self.model, task.start[0])
             if extra := run.extra.get("draws", 0):
-                torch.manual_seed(run.seed + extra)  # of dropout
+                seed_generators(run.seed + extra)  # of dropout
             self.optimizer = make_optimizer(self.model)
             self.hooks = task.hooks(self.model, self.optimizer, run)
             self.compute = task.compute(self.model)
@@ -250,26 +259,23 @@ class Training:
     def aside(self) -> Generator[None]:
         """A region whose passes leave no trace: random streams, buffers, amaxes of delayed scaling are as before."""
         with self.alone():
-            before = get_rng_state(), torch.get_rng_state(), get_amax_history(self.model)
+            before = get_rng_state(), generator_states(), get_amax_history(self.model)
             buffers = [
                 (module._buffers, name, buffer, buffer.clone())
                 for module in self.model.modules()
                 for name, buffer in module._buffers.items()
                 if buffer is not None
             ]
-            on_gpu = torch.cuda.get_rng_state() if self.on_gpu else None
             try:
                 yield
             finally:
                 set_rng_state(before[0])
-                torch.set_rng_state(before[1])
+                set_generator_states(before[1])
                 set_amax_history(self.model, before[2])
                 for owned, name, buffer, value in buffers:
                     owned[name] = buffer
                     if not torch.equal(buffer, value):  # a constant may be a view that cannot be written
                         buffer.copy_(value)
-                if on_gpu is not None:
-                    torch.cuda.set_rng_state(on_gpu)
                 self.optimizer.zero_grad()
 
     def examine(self) -> dict[str, Any]:

@@ -3,8 +3,10 @@
 import dataclasses
 import json
 import math
+import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,7 +17,7 @@ from fp4engine.compare.training import Places, Training, gradient_noise, train
 from fp4engine.recipe import Casts, CustomRecipe, LinearRecipe, NVFP4BlockScaling, ScheduledRecipe, zoo
 from fp4engine.recipe.base import Recipe
 from fp4engine.recipe.identity import _plain
-from tests.tiny_task import TinyTask, trained
+from tests.tiny_task import TOKENS, WIDTH, Network, TinyTask, trained
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -46,6 +48,31 @@ def test_a_run_repeats_itself_and_its_pair_differs_in_the_recipe_alone(tmp_path)
     assert draws.losses[0] == quantized.losses[0]  # only gradients are rounded by chance
     assert baseline.end["repeats"] and quantized.end["repeats"]
     assert baseline.end["fp4_share"] == 0 and 0.7 < quantized.end["fp4_share"] < 1
+
+
+def test_what_a_model_draws_from_python_and_numpy_repeats_too(tmp_path, monkeypatch) -> None:
+    """Runs of one seed began with different weights where NumPy had drawn them."""
+
+    def model(task: TinyTask) -> nn.Module:
+        made = Network(1.0)
+        with torch.no_grad():
+            made.embedding.weight.copy_(torch.from_numpy(np.random.standard_normal((TOKENS, WIDTH))))
+        return made
+
+    loss = TinyTask.loss
+    monkeypatch.setattr(TinyTask, "model", model)
+    monkeypatch.setattr(TinyTask, "loss", lambda *given: loss(*given) * (1 + random.random() + np.random.rand()))
+    run, places = (
+        Run("nvfp4", NVFP4, 0),
+        [Places(tmp_path / name, tmp_path / "scratch") for name in ("plain", "looked")],
+    )
+    for place, looks in zip(places, (False, True), strict=True):
+        train(TASK, run, place, looks=looks)
+    left = iter([False, True] * 3)
+    for _ in range(3):
+        part = trained(TASK, run, tmp_path / "parts", stop=lambda: next(left))
+    plain, looked = (read(run.path(place.finished, TASK.setting())) for place in places)
+    assert plain.losses == looked.losses == read(part).losses and plain.end["repeats"]
 
 
 def test_the_order_of_additions_can_be_another_with_the_same_tokens(tmp_path) -> None:
