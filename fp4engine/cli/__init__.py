@@ -78,6 +78,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             return arguments.run(arguments)
     except KeyboardInterrupt as stopped:
         parser.exit(stopped.args[0] if stopped.args else INTERRUPTED, f"fp4engine {arguments.command}: stopped\n")
+    except SystemExit as left:  # of somebody's code: its 0 would be the verdict of this command
+        if arguments.run is te.run:
+            raise
+        from fp4engine.compare.files import place_of
+
+        parser.exit(
+            BAD_INPUT,
+            f"fp4engine {arguments.command}: the code that was given has called sys.exit({left.code!r}){place_of(left)}"
+            "; raise an error instead\n",
+        )
     except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
         sys.stderr.close()
         return 0

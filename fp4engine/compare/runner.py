@@ -245,5 +245,5 @@ def _train(job: Job, places: Places) -> Outcome:
         return train(job.task, job.run, places, looks=job.looks, keep=job.keep, tell=tell, stop=stop.is_set)
     except InputError:
         raise
-    except Exception as error:  # whose kind may be one that no other process can unpickle
+    except (Exception, SystemExit) as error:  # whose kind may be one that no other process can unpickle
         raise InputError(one_line(error) + place_of(error)) from error

@@ -104,6 +104,14 @@ def odd_error():
         raise Odd("of two", " parts")  # line of odd_error
     return small()[0], loss
 
+def leaves():
+    raise SystemExit(0)
+
+def loss_leaves():
+    def loss(model, tokens):
+        raise SystemExit(0)  # line of loss_leaves
+    return small()[0], loss
+
 def in_bfloat16():
     return small()[0].bfloat16(), small()[1]
 
@@ -264,6 +272,7 @@ def test_fields_that_differ_are_compared_one_at_a_time(folder: Path, capsys) -> 
         (["--model=my_model.py:none"], "has no 'none'"),
         (["--model=my_model.py:wrong"], "must return (model, loss)"),
         (["--model=my_model.py:fails"], "my_model.py:fails() fails: RuntimeError: no such weights"),
+        (["--model=my_model.py:leaves"], "the code that was given has called sys.exit(0) ("),
         (["--model=my_model.py:sized"], "my_model.py:sized() fails: TypeError: sized() missing 1 required"),
         (["--model=my_model.py:frozen"], "no parameter of the model is trained"),
         (["--model=my_model.py:cached"], "my_model.py:cached() must make a new model each time"),
@@ -392,10 +401,12 @@ def test_a_model_is_known_by_all_files_that_its_classes_are_in(folder: Path) -> 
     assert digests[0] == digests[1] != digests[2]
 
 
-def test_an_error_of_a_loss_is_told_with_its_line_whatever_its_kind(folder: Path, capsys) -> None:
-    told = refused(capsys, *QUICK, "--model=my_model.py:odd_error", "--seeds=1", "--jobs=1")
-    line = 1 + MODEL[: MODEL.index("# line of odd_error")].count("\n")
-    assert "baseline, seed 0 and nvfp4, seed 0: Odd: of two parts" in told and f"my_model.py, line {line})" in told
+@pytest.mark.parametrize(("name", "said"), [("odd_error", "Odd: of two parts"), ("loss_leaves", "SystemExit: 0")])
+def test_an_error_of_a_loss_is_told_with_its_line_whatever_its_kind(name: str, said: str, folder: Path, capsys) -> None:
+    """Code that left with 0 made that the verdict."""
+    told = refused(capsys, *QUICK, f"--model=my_model.py:{name}", "--seeds=1", "--jobs=1")
+    line = 1 + MODEL[: MODEL.index(f"# line of {name}")].count("\n")
+    assert f"baseline, seed 0 and nvfp4, seed 0: {said}" in told and f"my_model.py, line {line})" in told
 
 
 def test_a_recipe_that_no_product_followed_has_not_been_tried(folder: Path, capsys) -> None:
