@@ -185,7 +185,8 @@ class Recorder:
             at: how many steps there have been, where not every one is noted.
 
         Raises:
-            ValueError: the loss is not one number; ``at`` is not above the step that was noted last.
+            ValueError: the loss is not one number, or has three digits (BF16, FP16); ``at`` is not above the step that
+                was noted last.
             InputError: the run has been finished.
         """
         self._require_unfinished()
@@ -199,7 +200,7 @@ class Recorder:
         """Note the validation loss after the step that was counted last; of two after one step the later counts.
 
         Raises:
-            ValueError: the loss is not one number.
+            ValueError: the loss is not one number, or has three digits (BF16, FP16).
             InputError: the run has been finished.
         """
         self._require_unfinished()
@@ -308,6 +309,11 @@ def thinned(losses: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _one(loss: Any) -> Tensor | float:
     """A loss as one number, or as a tensor of one, which is not waited for."""
+    if isinstance(loss, Tensor) and loss.dtype in (torch.bfloat16, torch.float16):
+        raise ValueError(
+            f"loss must be FP32 or FP64, whose digits tell a gap from none, got {loss.dtype}: "
+            "compute it of logits.float()"
+        )
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss.detach()
     if isinstance(loss, Tensor):

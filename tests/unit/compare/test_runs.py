@@ -235,6 +235,10 @@ def test_a_recorder_takes_steps_that_rise_and_losses_of_one_number(tmp_path) -> 
         for loss in (torch.zeros(2), None, "much"):
             with pytest.raises(ValueError, match="loss must be one number, got"):
                 run.step(loss)
+        for rounded in (torch.tensor(5.43, dtype=kind) for kind in (torch.bfloat16, torch.float16)):
+            for take in (run.step, run.validation):  # whose losses were equal, and the recipe said to train
+                with pytest.raises(ValueError, match=r"must be FP32 or FP64, .* compute it of logits.float\(\)"):
+                    take(rounded)
         run.validation(2.0)
         run.validation(1.5)
     for late in (lambda: run.step(1.0), lambda: run.validation(1.0), lambda: run.note("mine")):
