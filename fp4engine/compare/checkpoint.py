@@ -153,16 +153,21 @@ def load_weights(model: nn.Module, path: Path) -> None:
     """Load a safetensors file into the tensors of `model` that training changes.
 
     Raises:
-        ValueError: the file has other names or shapes.
+        ValueError: the file has other names, or a parameter of another shape.
     """
     saved, own = safetensors.torch.load_file(path), changing(model)
     if odd := sorted(saved.keys() ^ own.keys()):
         raise ValueError(f"the model and the file do not both have {odd[0]}")
+    buffers = dict(model.named_buffers())
     for name, tensor in own.items():
-        if tensor.shape != saved[name].shape:
+        if tensor.shape == saved[name].shape:
+            if not torch.equal(tensor, saved[name].to(tensor.device)):  # a constant may be a view nobody can write to
+                tensor.copy_(saved[name])
+        elif name in buffers:  # which may grow
+            owner, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(owner), attribute, saved[name].to(tensor.device))
+        else:
             raise ValueError(f"{name} is {list(tensor.shape)} in the model and {list(saved[name].shape)} in the file")
-        if not torch.equal(tensor, saved[name].to(tensor.device)):  # a constant may be a view that cannot be written
-            tensor.copy_(saved[name])
 
 
 def file_digest(path: Path) -> str:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from fp4engine import inspect
 from fp4engine.accounting import executed_gemms
 from fp4engine.compare import checkpoint
-from fp4engine.compare.files import write_atomically
+from fp4engine.compare.files import InputError, write_atomically
 from fp4engine.compare.loop import (
     LARGEST_GRADIENT_NORM,
     Pace,
@@ -128,6 +128,7 @@ class Training:
                 checkpoint.load_weights(self.model, task.start[0])
             if extra := run.extra.get("draws", 0):
                 seed_generators(run.seed + extra)  # of dropout
+            self.known = {*self.model.parameters()}, self.model.state_dict().keys()
             self.optimizer = make_optimizer(self.model)
             self.hooks = task.hooks(self.model, self.optimizer, run)
             self.compute = task.compute(self.model)
@@ -191,10 +192,27 @@ class Training:
             self.rate.fill_(self.task.rate(self.step))
             self.inputs.copy_(self._on_device(self.task.tokens(self.run.seed, self.step)))
             loss = self._do("update", self._update) if captured else self._update(self.recipe)
+            if not self.step:
+                self._require_known()
             for hook in self.hooks:
                 hook.after_step()
             self.step += 1
             return loss.clone() if self.task.cuda_graph else loss
+
+    def _require_known(self) -> None:
+        """Check that the first step has made no parameter, which the optimizer would not train, and no saved buffer.
+
+        Raises:
+            InputError: it has.
+        """
+        parameters, names = self.known
+        made = [name for name, parameter in self.model.named_parameters() if parameter not in parameters]
+        made += [name for name in self.model.state_dict() if name not in names]
+        if made:
+            raise InputError(
+                f"--model: the first pass has made {made[0]!r}, which is neither trained nor continued; make every "
+                "parameter and every saved buffer before, in __init__"
+            )
 
     def validate(self) -> Tensor:
         """Validation loss, computed as the recipe in force computes."""

@@ -103,6 +103,38 @@ def test_a_stopped_run_ends_with_the_bytes_of_one_that_was_not(recipe: Recipe, t
     assert not list((tmp_path / "parts" / "scratch").iterdir())
 
 
+def test_a_buffer_that_grows_is_continued(tmp_path, monkeypatch) -> None:
+    def model(task: TinyTask) -> nn.Module:
+        made = Network(1.0)
+        made.register_buffer("seen", torch.ones(1))
+        made.register_forward_hook(lambda model, *_: setattr(model, "seen", torch.cat([model.seen, model.seen[:1]])))
+        return made
+
+    loss = TinyTask.loss
+    monkeypatch.setattr(TinyTask, "model", model)
+    monkeypatch.setattr(TinyTask, "loss", lambda task, model, x: loss(task, model, x) * (1 + len(model.seen)))
+    run = Run("nvfp4", NVFP4, 0)
+    whole = trained(TASK, run, tmp_path / "whole")
+    left = iter([False, True])
+    trained(TASK, run, tmp_path / "parts", stop=lambda: next(left))
+    assert losses(trained(TASK, run, tmp_path / "parts")) == losses(whole)
+
+
+@pytest.mark.parametrize("made", ["parameter", "buffer"])
+def test_what_the_first_pass_makes_is_refused(made: str, monkeypatch) -> None:
+    """The optimizer did not train it, and a checkpoint with it was called damaged."""
+
+    def model(task: TinyTask) -> nn.Module:
+        network, tensor = Network(1.0), torch.ones(1)
+        tensors = {"parameter": nn.Parameter(tensor), "buffer": tensor}
+        network.register_forward_hook(lambda *_: getattr(network, f"register_{made}")("late", tensors[made]))
+        return network
+
+    monkeypatch.setattr(TinyTask, "model", model)
+    with pytest.raises(InputError, match="the first pass has made 'late', which is neither trained nor continued"):
+        Training(TASK, Run("nvfp4", NVFP4, 0)).train_step()
+
+
 def test_looking_at_a_step_leaves_no_trace_and_finds_what_is_there(tmp_path) -> None:
     run = Run("nvfp4", NVFP4, 0)
     places = [Places(tmp_path / name, tmp_path / "scratch") for name in ("plain", "looked")]
