@@ -1,6 +1,7 @@
 """``FusedAdam``: PyTorch's AdamW in FP32, with and without masters; norms and scales of many tensors."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -272,3 +273,36 @@ def test_power_of_two_scales_of_many_amaxes_are_rounded_up() -> None:
     codes = torch.empty(6, dtype=torch.uint8)
     multi_tensor_applier(extension.multi_tensor_compute_scale_inv_e8m0, None, [[amax], [codes]])
     assert codes.tolist() == [127, 128, 0, 0, 254, 255]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.uint8])
+def test_copies_of_a_model_and_its_optimizer_train_on(dtype) -> None:
+    def steps(model, optimizer) -> torch.Tensor:
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(2, 8)).square().sum().backward()
+            optimizer.step()
+        return model.weight.detach().clone()
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 8)
+    optimizer = FusedAdam(model.parameters(), lr=0.1, master_weights=True, exp_avg_dtype=dtype, set_grad_none=False)
+    torch.optim.lr_scheduler.StepLR(optimizer, 100)
+    steps(model, optimizer)
+    copies = [copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))]
+    expected = steps(model, optimizer)
+    assert all(torch.equal(steps(*each), expected) for each in copies)
+    copies[0][1].zero_grad()
+    assert not copies[0][0].weight.grad.any()
+
+
+def test_remainders_are_not_taken_for_masters() -> None:
+    model = torch.nn.Linear(8, 8, dtype=torch.bfloat16)
+    optimizer = FusedAdam(model.parameters(), master_weights=True, store_param_remainders=True)
+    model(torch.ones(2, 8).bfloat16()).sum().backward()
+    optimizer.step()
+    other = FusedAdam(model.parameters(), master_weights=True)
+    with pytest.raises(ValueError, match=r"remainders of BF16 .* give FusedAdam store_param_remainders=True"):
+        other.load_state_dict(optimizer.state_dict())
+    with pytest.raises(TypeError, match="scaler"):
+        optimizer.step(scaler=None)

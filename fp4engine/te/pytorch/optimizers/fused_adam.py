@@ -56,6 +56,11 @@ class FusedAdam(ZeroGrad, torch.optim.Adam):
         ValueError: a dtype that is none of these, or does not go with ``capturable``.
     """
 
+    TOLD = (
+        *ZeroGrad.TOLD, "master_weights", "use_decoupled_grad", "store_param_remainders", "name_to_dtype_map",
+        "_scales", "_bias_correction", "capturable", "_step_supports_amp_scaling",
+    )  # fmt: skip
+
     def __init__(
         self,
         params: Any,
@@ -110,22 +115,22 @@ class FusedAdam(ZeroGrad, torch.optim.Adam):
         self.param_groups[-1].setdefault("bias_correction", self._bias_correction)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, **scaler: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Callable[[], Any] | None = None, grad_scaler: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """One step; what ``closure`` returns, if it is given.
 
         Args:
-            scaler: ``grad_scaler=``, by whose factor gradients are to be divided, and that finds Infs and NaNs in them,
-                for which no step is made. PyTorch's scaler sets ``grad_scale`` and ``found_inf`` itself if
-                ``capturable``, so it need not be given.
+            grad_scaler: by whose factor gradients are to be divided, and that finds Infs and NaNs in them, for which no
+                step is made. PyTorch's scaler sets ``grad_scale`` and ``found_inf`` itself if ``capturable``, so it
+                need not be given.
 
         Raises:
             RuntimeError: a parameter is stored as codes, and there are no ``master_weights``.
         """
         scale: Tensor | None = getattr(self, "grad_scale", None)
         found: Tensor | None = getattr(self, "found_inf", None)
-        if (given := scaler.get("grad_scaler")) is not None:
-            scale = given._get_scale_async()
-            found = torch.stack([*given._check_inf_per_device(self).values()]).sum()
+        if grad_scaler is not None:
+            scale = grad_scaler._get_scale_async()
+            found = torch.stack([*grad_scaler._check_inf_per_device(self).values()]).sum()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -298,8 +303,8 @@ class FusedAdam(ZeroGrad, torch.optim.Adam):
         that a group leaves out keeps its value.
 
         Raises:
-            ValueError: moments without a number of steps, or of parameters whose numbers differ; or master weights,
-                and this optimizer has none.
+            ValueError: moments without a number of steps, or of parameters whose numbers differ; or master weights, or
+                remainders of them, and this optimizer has none.
         """
         if not self.master_weights and any("master_param" in state for state in state_dict["state"].values()):
             raise ValueError(
@@ -322,6 +327,13 @@ class FusedAdam(ZeroGrad, torch.optim.Adam):
         super().load_state_dict({**state_dict, "state": {}, "param_groups": groups})
         names = [name for group in groups for name in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]
+        for name, param in zip(names, params, strict=True):
+            master = states.get(name, {}).get("master_param")
+            if master is not None and torch.as_tensor(master).dtype == torch.int16 and not self._has_remainders(param):
+                raise ValueError(
+                    "state_dict has the remainders of BF16 parameters' master weights ('master_param' of torch.int16); "
+                    "give FusedAdam store_param_remainders=True and master_weights=True, and BF16 parameters"
+                )
         for name, param in zip(names, params, strict=True):
             for key, value in states.get(name, {}).items():
                 tensor = _local(torch.as_tensor(value).detach()).to(param.device)

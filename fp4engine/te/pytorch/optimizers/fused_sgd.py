@@ -1,6 +1,6 @@
 """SGD by TransformerEngine's name."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -10,7 +10,15 @@ from fp4engine.modules.te_arguments import refuse
 class ZeroGrad(torch.optim.Optimizer):
     """``zero_grad`` drops gradients, or fills them with zeros if the constructor is told so."""
 
+    TOLD: ClassVar[tuple[str, ...]] = ("_to_none",)
+    """Attributes that copies have too, beside those of PyTorch's optimizers."""
     _to_none = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in self.TOLD}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        torch.optim.Optimizer.__setstate__(self, state)  # subclasses expect each parameter to count its steps
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Drop gradients, or fill them with zeros if ``set_grad_none`` or ``set_to_none`` is False."""
