@@ -102,7 +102,7 @@ def test_biased_gradients_are_found_and_change_the_verdict(tmp_path) -> None:
 
 def test_equal_recipes_tie(tmp_path) -> None:
     """Four trials; `benchmarks/ties.py` makes a hundred."""
-    task = TinyTask(steps=8, evaluate_every=8)
+    task = TinyTask(steps=4, evaluate_every=4)
     assert sum(trial(task, number, tmp_path) for number in range(4)) >= 3
 
 
