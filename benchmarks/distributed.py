@@ -216,7 +216,7 @@ def build(run: Run, name: str, layout: str, recipe: Recipe | None, compiled: boo
         share_weight_amaxes(model)
     if compiled:
         for block in model.blocks:
-            block.compile(fullgraph=True, backend="inductor" if run.is_cuda else "aot_eager")
+            block.compile(fullgraph=True, backend="inductor" if run.is_cuda else "eager")
     if dp is not None:
         shard(model, dp, recipe, layout == "fsdp_fp4")
     if "layers" not in sizes:

@@ -3,25 +3,30 @@
 import json
 import os
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import destroy_process_group, spawn
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = "benchmarks/distributed.py"
 
 
-def trained(*arguments: str) -> None:
-    """Start the script on two ranks, as on two GPUs."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", SCRIPT]
-    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    own = {"PYTHONPATH": paths, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    result = subprocess.run(
-        [*command, *arguments], cwd=ROOT, env=os.environ | own, capture_output=True, text=True, timeout=500
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
+def as_torchrun_starts_it(rank: int, port: int, arguments: tuple[str, ...]) -> None:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True", GLOO_SOCKET_IFNAME="lo", CUDA_VISIBLE_DEVICES="",
+    )  # fmt: skip
+    torch.set_num_threads(1)
+    dist.destroy_process_group = destroy_process_group
+    sys.argv = [SCRIPT, *arguments]
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_path(str(ROOT / SCRIPT), run_name="__main__")
 
 
 @pytest.fixture
@@ -41,7 +46,9 @@ def script(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.slow
 def test_the_run_on_several_gpus_is_right_on_two_processes(tmp_path, script, capsys):
     modes = ("bytes", "fsdp", "fsdp-compiled", "one", "tp", "tp-compiled", "8b", "fsdp_tp")
-    trained("--device", "cpu", "--model", "tiny", "--steps", "1", "--out", str(tmp_path), "--modes", *modes)
+    arguments = ("--device", "cpu", "--model", "tiny", "--steps", "1", "--out", str(tmp_path), "--modes", *modes)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    spawn(as_torchrun_starts_it, (store.port, arguments), 2)
     assert script("--report", str(tmp_path / "distributed.json")) == 0
     printed = capsys.readouterr().out
     record = json.loads((tmp_path / "distributed.json").read_text())
