@@ -13,7 +13,7 @@ from fp4engine.modules.sharded import is_distributed
 
 
 class ModelState:
-    """The model's tensors as checkpoints have them; a tensor with several names comes once.
+    """The model's tensors as checkpoints have them; those that a reader ties to others are left out.
 
     Args:
         weights: values by the names that they have in checkpoints; None takes the model's own.
@@ -23,19 +23,18 @@ class ModelState:
 
     Raises:
         ValueError: a part of the state is no dense tensor; a tensor has no value, or is spread over processes; a
-            wrapper is a part of the tensors' names; adapters of PEFT are not merged.
+            wrapper is a part of the tensors' names; adapters of PEFT are not merged; a tensor differs from the one that
+            readers would tie it to.
         NotImplementedError: transformers writes a tensor of the model in another way than in parts of its rows.
     """
 
     def __init__(self, model: nn.Module, weights: Mapping[str, Tensor] | None) -> None:
         _require_own_names(model)
-        seen: set[int] = set()
-        self._state: dict[str, Tensor] = {}
-        for name, tensor in model.state_dict(keep_vars=True).items():
+        whole = model.state_dict(keep_vars=True)
+        for name, tensor in whole.items():
             require_dense(f"{name!r} of the model's state", tensor)
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                self._state[name] = tensor
+        tied = _tied(model, whole, weights)
+        self._state: dict[str, Tensor] = {name: tensor for name, tensor in whole.items() if name not in tied}
         self._weights = weights
         for name, tensor in self._state.items():
             if weights is None and tensor.is_meta:
@@ -72,6 +71,27 @@ class ModelState:
         tensor = self._weights[name]
         require_like(name, tensor, piece.shape, own.dtype)
         return tensor
+
+
+def _tied(model: nn.Module, state: Mapping[str, Tensor], weights: Mapping[str, Tensor] | None) -> set[str]:
+    """Names of tensors that readers tie to others, as the model of transformers says by its configuration.
+
+    Raises:
+        ValueError: such a tensor is another one than that.
+    """
+    tied: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    known = {name: source for name, source in tied.items() if name in state and source in state}
+    values = state if weights is None else weights
+    for name, source in known.items():
+        if name not in values or source not in values or values[name] is values[source]:
+            continue
+        one, other = values[name], values[source]
+        if not one.is_meta and not (one.shape == other.shape and bool((one == other).all())):
+            raise ValueError(
+                f"{name!r} has other values than {source!r}, and readers take the one for the other, as the model's "
+                "configuration has it; set model.config.tie_word_embeddings = False, and make the model by that"
+            )
+    return set(known)
 
 
 def _require_own_names(model: nn.Module) -> None:

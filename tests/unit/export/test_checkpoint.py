@@ -435,6 +435,31 @@ def test_parameters_that_share_memory_are_written_one_by_one(tmp_path) -> None:
     assert torch.equal(ServedCheckpoint(tmp_path / "out").tensors["2.weight"], flat[-16:])
 
 
+def test_what_no_reader_would_tie_is_written_by_each_of_its_names(tmp_path) -> None:
+    model = llama(num_hidden_layers=2)
+    model.lm_head.weight = model.model.embed_tokens.weight
+    model.model.layers[1].input_layernorm = model.model.layers[0].input_layernorm
+    fp4engine.convert(model, WEIGHT_ONLY, keep_high_precision=["lm_head"])
+    export_checkpoint(model, tmp_path / "out", verify=True)
+    tensors = ServedCheckpoint(tmp_path / "out").tensors
+    assert torch.equal(tensors["lm_head.weight"], model.lm_head.weight)
+    assert "model.layers.1.input_layernorm.weight" in tensors
+
+
+@pytest.mark.parametrize("by_weights", [False, True])
+def test_a_head_that_is_not_what_readers_tie_it_to_is_refused(tmp_path, by_weights: bool) -> None:
+    model = llama(tie_word_embeddings=True)
+    fp4engine.convert(model, WEIGHT_ONLY, keep_high_precision=["lm_head"])
+    export_checkpoint(model, tmp_path / "tied")
+    assert "lm_head.weight" not in ServedCheckpoint(tmp_path / "tied").tensors
+    weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    weights["lm_head.weight"] = torch.randn(64, 32)
+    if not by_weights:
+        model.lm_head.weight = nn.Parameter(weights["lm_head.weight"])
+    with pytest.raises(ValueError, match=r"'lm_head.weight' has other values than 'model.embed_tokens.weight'"):
+        export_checkpoint(model, tmp_path / "out", weights=weights if by_weights else None)
+
+
 @pytest.mark.parametrize("name", ["weight_packed", "weight_scale", "input_global_scale"])
 def test_a_tensor_with_the_name_of_a_part_is_refused(tmp_path, name) -> None:
     model = nn.ModuleDict({"a": nn.Linear(32, 32)})
