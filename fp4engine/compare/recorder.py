@@ -177,6 +177,29 @@ class Recorder:
                     "the run anew"
                 )
         write_atomically(self.part, "".join(json.dumps(row) + "\n" for row in rows))
+        self._left = self._seen()
+
+    def _seen(self) -> tuple[int, int] | None:
+        """What tells the file from another one and from a longer one; None if it is not there."""
+        if not self.part.exists():
+            return None
+        stat = self.part.stat()
+        return stat.st_ino, stat.st_size
+
+    def _append(self, rows: list[dict[str, Any]]) -> None:
+        """Write rows behind what this recorder has written.
+
+        Raises:
+            InputError: somebody else has written to the file, or it is not there.
+        """
+        if self._seen() != self._left:
+            raise InputError(
+                f"{self.part} is not as this recorder left it: another one makes the same run ({self.run}), or the "
+                "file was moved; runs at the same time need a seed, a setting, an extra or a folder of their own"
+            )
+        with self.part.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+        self._left = self._seen()
 
     def step(self, loss: Tensor | float, at: int | None = None) -> None:
         """Count a step, and note its training loss: a number, or a tensor of one, which is not waited for.
@@ -187,7 +210,7 @@ class Recorder:
         Raises:
             ValueError: the loss is not one number, or has three digits (BF16, FP16); ``at`` is not above the step that
                 was noted last.
-            InputError: the run has been finished.
+            InputError: the run has been finished, or another recorder makes it too.
         """
         self._require_unfinished()
         value = _one(loss)
@@ -201,7 +224,7 @@ class Recorder:
 
         Raises:
             ValueError: the loss is not one number, or has three digits (BF16, FP16).
-            InputError: the run has been finished.
+            InputError: the run has been finished, or another recorder makes it too.
         """
         self._require_unfinished()
         self._pending.append({"step": self.steps, "validation_loss": float(_one(loss))})
@@ -226,8 +249,7 @@ class Recorder:
                         self.diverged_at = row["step"] if self.diverged_at is None else self.diverged_at
                         row[name] = None
         if rows and self._writes:
-            with self.part.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(row) + "\n" for row in rows)
+            self._append(rows)
 
     def sync(self) -> None:
         """Have on disk what was noted so far; to be called before a checkpoint is written."""
@@ -239,12 +261,13 @@ class Recorder:
         """End the run: its file is then whole, with ``facts`` in its last line.
 
         Raises:
-            InputError: no loss was noted.
+            InputError: no loss was noted, or another recorder makes the run too.
         """
         self.flush()
-        self._is_finished = True
-        if not self._writes or not self.part.exists():
+        is_done, self._is_finished = self._is_finished, True
+        if is_done or not self._writes:
             return
+        self._append([])
         header, *rows = read_rows(self.part)
         losses = [row for row in rows if "loss" in row]
         validation = {row["step"]: row for row in rows if "validation_loss" in row}

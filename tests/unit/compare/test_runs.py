@@ -295,6 +295,29 @@ def test_a_recorder_goes_on_where_its_run_does(tmp_path) -> None:
     assert not list(tmp_path.glob("*.part"))
 
 
+@pytest.mark.parametrize("steps", [0, 1])
+def test_of_two_recorders_of_one_run_the_first_is_told(steps: int, tmp_path) -> None:
+    """Each wrote into the other's file, and the losses of the one that ended later were lost without a word."""
+    first = Recorder(tmp_path, recipe="nvfp4")
+    for _ in range(steps):
+        first.validation(2.0)
+    second = Recorder(tmp_path, recipe="nvfp4")
+    second.validation(3.0)
+    said = r"another one makes the same run \(nvfp4, seed 0\).* need a seed, a setting"
+    for late in (lambda: first.validation(2.0), first.finish):
+        with pytest.raises(InputError, match=said):
+            late()
+    second.finish()
+    assert read(second.path).validation == ((0, 3.0),)
+
+
+def test_a_file_that_was_moved_is_not_begun_without_its_beginning(tmp_path) -> None:
+    run = Recorder(tmp_path)
+    run.part.unlink()
+    with pytest.raises(InputError, match="or the file was moved"):
+        run.validation(1.0)
+
+
 def test_a_region_that_an_exception_ends_leaves_an_unfinished_run(tmp_path) -> None:
     with pytest.raises(KeyError), Recorder(tmp_path) as run:
         run.step(1.0)
