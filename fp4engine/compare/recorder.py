@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fp4engine.arguments import require_integer, require_path, shown
 from fp4engine.compare.files import InputError, read_rows, sync, write_atomically
+from fp4engine.inspect.reading import stamp
 from fp4engine.recipe import LinearRecipe, Recipe, recipe_from_argument
 from fp4engine.recipe.base import require_recipe
 from fp4engine.recipe.identity import digest, identity
@@ -177,14 +178,7 @@ class Recorder:
                     "the run anew"
                 )
         write_atomically(self.part, "".join(json.dumps(row) + "\n" for row in rows))
-        self._left = self._seen()
-
-    def _seen(self) -> tuple[int, int] | None:
-        """What tells the file from another one and from a longer one; None if it is not there."""
-        if not self.part.exists():
-            return None
-        stat = self.part.stat()
-        return stat.st_ino, stat.st_size
+        self._left = stamp(self.part)
 
     def _append(self, rows: list[dict[str, Any]]) -> None:
         """Write rows behind what this recorder has written.
@@ -192,14 +186,14 @@ class Recorder:
         Raises:
             InputError: somebody else has written to the file, or it is not there.
         """
-        if self._seen() != self._left:
+        if stamp(self.part) != self._left:
             raise InputError(
                 f"{self.part} is not as this recorder left it: another one makes the same run ({self.run}), or the "
                 "file was moved; runs at the same time need a seed, a setting, an extra or a folder of their own"
             )
         with self.part.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
-        self._left = self._seen()
+        self._left = stamp(self.part)
 
     def step(self, loss: Tensor | float, at: int | None = None) -> None:
         """Count a step, and note its training loss: a number, or a tensor of one, which is not waited for.

@@ -92,6 +92,14 @@ FIELDS: dict[str, dict[str, Form]] = {
 """``kind of row -> field -> check of its value``. Rows may have other fields, which are not read here."""
 
 
+def stamp(file: Path) -> tuple[int, int] | None:
+    """What tells ``file`` from another one in its place, and from a longer one; None if it is not there."""
+    if not file.exists():
+        return None
+    stat = file.stat()
+    return stat.st_ino, stat.st_size
+
+
 def cut_unfinished_line(file: Path) -> None:
     """Remove an unfinished last line from ``file``, which a killed process leaves; do nothing without a file."""
     if not file.is_file():

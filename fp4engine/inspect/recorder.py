@@ -22,7 +22,7 @@ from fp4engine.accounting.planned import linear_shape
 from fp4engine.arguments import require_bool, require_integer, require_model, require_path, require_patterns
 from fp4engine.formats import CastSpec
 from fp4engine.inspect import statistics
-from fp4engine.inspect.reading import FILE, cut_unfinished_line
+from fp4engine.inspect.reading import FILE, cut_unfinished_line, stamp
 from fp4engine.inspect.rows import Row, described, has_process_group
 from fp4engine.inspect.statistics import Counted, Figures
 from fp4engine.inspect.watch import Seen, Spread, drawn, layers_of, watching
@@ -106,6 +106,7 @@ class Recorder:
         self._layers = _chosen(model, patterns)
         self._every, self._draws, self._shadow_rows, self._writer = every, draws, shadow_rows, writer
         self._heard: Heard | None = None
+        self._left: tuple[int, int] | None = None  # what the file was after the last rows
         self._unwritten: tuple[int, Iterator[dict[str, Any]]] | None = None
         self._active = ExitStack()
         self._recorded = self._ended = False
@@ -166,8 +167,14 @@ class Recorder:
             if self._writer is not None:
                 for tag, value in scalars(row):
                     self._writer.add_scalar(tag, value, step)
+        if self._left is not None and stamp(self.path) != self._left:
+            raise RuntimeError(
+                f"{self.path} is not as this region of inspect.record left it: another one writes there too, or the "
+                "file was moved; runs at the same time need folders of their own"
+            )
         with self.path.open("a", encoding="utf-8") as file:
             file.writelines(lines)
+        self._left = stamp(self.path)
         if self._writer is not None:
             self._writer.flush()
 
@@ -320,7 +327,7 @@ def record(
         ImportError: ``tensorboard=True`` where ``torch.utils.tensorboard`` cannot be imported.
         RuntimeError: a second optimizer that holds parameters of the model takes a step while ``optimizer`` is None;
             compiled code runs the step of ``optimizer``; a recorded step is captured in a CUDA graph; the ranks
-            recorded different layers.
+            recorded different layers; another region writes into ``out`` at the same time.
 
     Warns:
         UserWarning: the region ends without a recorded step.

@@ -314,6 +314,20 @@ def test_a_step_is_written_when_the_next_one_ends(tmp_path: Path) -> None:
     assert rows_of(tmp_path / "broken", "gemm")
 
 
+def test_two_runs_at_once_do_not_share_a_folder(tmp_path: Path) -> None:
+    """The rows of a step were those of whichever run had written them last."""
+    model = make_model()
+    first, second = (inspect.record(model, tmp_path, every=1, optimizer="by hand") for _ in range(2))
+    unwritten = pytest.warns(UserWarning, match="could not write its last step")
+    refused = pytest.raises(RuntimeError, match=r"another one writes there too, .* need folders of their own")
+    with unwritten, refused, first as one, second as other:
+        for step in (other.step, one.step, other.step, one.step):
+            with fp4engine.autocast():
+                model(torch.randn(4, 48)).sum().backward()
+            step()
+    assert {row["line"] for row in inspect.read(tmp_path) if row["kind"] == "run"} == {1, 2}
+
+
 def test_a_line_that_a_killed_process_has_not_finished_is_left_out(tmp_path: Path) -> None:
     train(zoo.make("nvfp4"), 1, tmp_path, every=1)
     rows, record = inspect.read(tmp_path), tmp_path / "record.jsonl"
