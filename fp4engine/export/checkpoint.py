@@ -246,7 +246,9 @@ def export_checkpoint(
         )
     if inputs not in (None, "high_precision") and {way for _, way in kinds.values()} == {WEIGHT_ONLY}:
         raise ValueError("inputs has scales, and the recipe casts no input: leave it out, or pass the recipe that does")
-    configuration = _configuration(form, model, kinds, list(left_alone), kv_cache and kv_cache.format)
+    own = [owner for name in left_alone for owner in tensors.owners(name)]  # transformers leaves alone by these names
+    ignore = list(dict.fromkeys((*left_alone, *own)))
+    configuration = _configuration(form, model, kinds, ignore, kv_cache and kv_cache.format)
     is_read = verify is not False and not isinstance(verify, str)
     faults = known_faults(form, layers)
     notes = {} if is_read else faults

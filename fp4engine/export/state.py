@@ -63,6 +63,11 @@ class ModelState:
         """The pieces of one tensor of the model; none for a name that shares it with an earlier one."""
         return self._of.get(source, [])
 
+    def owners(self, module: str) -> list[str]:
+        """Modules of the model with one name each, whose tensors are those of ``module`` in checkpoints."""
+        pieces = [piece for piece in self.pieces.values() if piece.module == module and piece.rows is None]
+        return [piece.source.rpartition(".")[0] for piece in pieces if piece.expert is None]
+
     def __getitem__(self, name: str) -> Tensor:
         piece = self.pieces[name]
         own = self._state[piece.source]

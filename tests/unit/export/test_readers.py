@@ -45,6 +45,18 @@ def test_an_export_loads_in_transformers_and_computes_what_the_report_says(tmp_p
     assert (served - meant).norm() < 0.1 * meant.norm()
 
 
+def test_a_head_is_left_alone_by_the_names_that_both_readers_know(tmp_path) -> None:
+    """GPT-NeoX's head is ``embed_out`` in checkpoints and to vLLM, and ``lm_head`` in transformers' model."""
+    config = transformers.GPTNeoXConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4
+    )
+    model = transformers.GPTNeoXForCausalLM(config)
+    fp4engine.convert(model, zoo.make("nvfp4_weight_only"), keep_high_precision=["lm_head"])
+    report = export_checkpoint(model, tmp_path / "out", verify=True)
+    assert [reading.verdict for reading in report.readers] == ["agrees", "agrees"]
+    assert set(report.left_alone) == {"embed_out"}
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("inputs", ["calibrated", "dynamic"])
 @pytest.mark.parametrize("form", ["compressed-tensors", "modelopt"])
