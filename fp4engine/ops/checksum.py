@@ -1,5 +1,6 @@
 """Whether a tensor has the bytes that it had: known at once on a CPU, and elsewhere once the device has come to it."""
 
+import ctypes
 import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -34,7 +35,9 @@ def digest(x: Tensor) -> int | Tensor:
         x: of any strides, with elements of 1, 2, 4 or 8 bytes.
     """
     if is_known_at_once(x):
-        return zlib.crc32(_bytes(x))
+        dense = x.detach().resolve_neg().contiguous()
+        # Not through NumPy, after which PyTorch refuses to resize the storage, as FSDP2 does to let go of it.
+        return zlib.crc32((ctypes.c_char * dense.nbytes).from_address(dense.data_ptr()))
     if not _has_kernel(x):
         return reference.checksum(x).sum()
     from fp4engine.kernels.checksum import checksums
@@ -77,9 +80,3 @@ def is_known_at_once(x: Tensor) -> bool:
 
 def _has_kernel(x: Tensor) -> bool:
     return capability.triton_runs_on(x.device)[0] and x.is_contiguous() and not x.is_neg() and x.element_size() <= 4
-
-
-def _bytes(x: Tensor) -> memoryview:
-    dense = x.detach().resolve_neg().contiguous()
-    # A stride of one element alone may be any, also where PyTorch calls the tensor contiguous.
-    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy().data

@@ -274,3 +274,11 @@ def test_threads_that_step_and_threads_that_begin_to_cache():
         stop.set()
         threads[0].join()
     assert not errors
+
+
+def test_a_cached_weight_still_lets_go_of_its_memory() -> None:
+    """As FSDP2 resizes the storage of a gathered weight; NumPy, which looked at its bytes, forbids that."""
+    layer = fp4engine.Linear(32, 32)
+    with fp4engine.autocast():
+        layer(torch.randn(16, 32), is_first_microbatch=True)
+    assert layer.weight.untyped_storage().resizable()
