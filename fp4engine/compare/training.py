@@ -302,6 +302,7 @@ class Training:
         Of FLOPs it is the share that is in FP4; of products of linear layers, the number that is in any format.
         """
         phases = self.run.recipe.phases if isinstance(self.run.recipe, ScheduledRecipe) else ((0, self.run.recipe),)
+        phases = [(start, recipe) for start, recipe in phases if start < self.task.steps]  # the others never come
         ends = [*(start for start, _ in phases[1:]), self.task.steps]
         share, quantized = 0.0, 0
         checksums: list[Any] = []

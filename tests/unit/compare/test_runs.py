@@ -161,6 +161,16 @@ def test_looking_at_a_step_leaves_statistics_of_batches_as_they_were() -> None:
         assert torch.equal(buffer, before[name]), name
 
 
+@pytest.mark.parametrize(("starts", "share"), [((0, 2), 2 / 3), ((0, 1000), 0), ((1000, 0), 1)])
+def test_what_comes_after_the_last_step_is_no_part_of_a_run(starts: tuple[int, int], share: float) -> None:
+    """A run of 6 steps of a schedule whose second phase begins at 1000 had more than 5000% of its FLOPs in FP4."""
+    phases = sorted(zip(starts, (HIGH_PRECISION, NVFP4), strict=True), key=lambda phase: phase[0])
+    examined = Training(TASK, Run("scheduled", ScheduledRecipe(tuple(phases)), 0)).examine()
+    whole = Training(TASK, Run("nvfp4", NVFP4, 0)).examine()
+    assert examined["fp4_share"] == pytest.approx(share * whole["fp4_share"])
+    assert (examined["quantized_gemms"] == 0) == (share == 0)
+
+
 def test_noise_and_bias_of_gradients_are_told_apart() -> None:
     """Nearest rounding has no noise and all bias; stochastic rounding that cannot saturate has noise alone."""
     found: list[dict] = []
