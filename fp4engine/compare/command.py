@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import pickle
 import shlex
 import sys
 import time
@@ -103,6 +104,14 @@ def recipes_of(arguments: Sequence[str], ablate: Sequence[str] | None) -> dict[s
     del kept["the baseline"]
     if not kept:
         raise InputError("--recipes must name at least one recipe other than high precision")
+    for label, recipe in kept.items():
+        try:
+            pickle.dumps(recipe)
+        except Exception as error:  # whatever an object of somebody's raises
+            raise InputError(
+                f"{label} cannot be sent to the processes that train; its functions and classes must be at the top "
+                f"level of their file: {one_line(error)}"
+            ) from error
     for label, equal in equals.items():
         print(f"{label} is the same recipe as {equal}, and is not run twice", file=sys.stderr)
     return kept

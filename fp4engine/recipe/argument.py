@@ -97,5 +97,7 @@ def _module_of_file(path: Path) -> Any:
     assert spec is not None and spec.loader is not None, "a .py file has a loader"
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)  # where pickles and dataclasses look it up
+    if (folder := str(path.resolve().parent)) not in sys.path:  # where other processes find what they unpickle
+        sys.path.insert(0, folder)
     spec.loader.exec_module(module)
     return module

@@ -137,13 +137,23 @@ def few():
 """
 
 RECIPES = """
-from fp4engine.recipe import zoo
+from fp4engine import NVFP4Quantizer
+from fp4engine.recipe import CustomRecipe, zoo
 
 def mine():
     return zoo.make("nvfp4").replace(disable_rht=True)
 
 def fails():
     raise KeyError("mine")
+
+def within():
+    return CustomRecipe(qfactory=lambda role: NVFP4Quantizer())
+
+def factory(role):
+    return NVFP4Quantizer()
+
+def of_factory():
+    return CustomRecipe(qfactory=factory)
 """
 
 
@@ -253,6 +263,14 @@ def test_a_plan_spends_nothing(folder: Path, capsys) -> None:
     assert not (folder / "out" / "runs").exists()
 
 
+def test_functions_of_a_file_elsewhere_reach_the_processes_that_train(folder: Path) -> None:
+    """It was said that memory was wanting."""
+    (folder / "elsewhere").mkdir()
+    (folder / "my_recipes.py").rename(folder / "elsewhere" / "their_recipes.py")
+    words = (*SMALL, "--recipes", "elsewhere/their_recipes.py:of_factory", "--noise=0", "--sensitivity=0")
+    assert compare(*words, "--seeds=1", "--jobs=1") == 4
+
+
 def test_fields_that_differ_are_compared_one_at_a_time(folder: Path, capsys) -> None:
     other = zoo.make("nvfp4").replace(disable_rht=True, disable_stochastic_rounding=True)
     (folder / "other.json").write_text(other.to_json())
@@ -275,6 +293,7 @@ def test_fields_that_differ_are_compared_one_at_a_time(folder: Path, capsys) -> 
         (["--model=my_model.py:cached"], "my_model.py:cached() must make a new model each time"),
         (["--model=pictures"], "has no vocab_size, so it is no language model; give module:function"),
         (["--recipes", "my_recipes.py:fails"], "my_recipes.py:fails() fails: KeyError: 'mine'"),
+        (["--recipes", "my_recipes.py:within"], "must be at the top level of their file: AttributeError: Can't pickle"),
         (["--data=nowhere"], "--data: there is no file or folder nowhere"),
         (["--batch=5000"], "a step needs 5000; give more text"),
         (["--sequence=50000"], "and a window needs 50,001"),
