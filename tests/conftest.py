@@ -2,6 +2,7 @@
 
 import gc
 import hashlib
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -207,6 +208,19 @@ def forget_answers() -> Iterator[Callable[[], None]]:
 
 
 @pytest.fixture
+def logged() -> Iterator[list[logging.LogRecord]]:
+    """What fp4engine's logger is told. pytest's plugin for logs, which is off, listens to torch's sixty too."""
+    handler, logger, records = logging.Handler(), logging.getLogger("fp4engine"), list[logging.LogRecord]()
+    handler.emit = records.append
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    yield records
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+
+
+@pytest.fixture
 def nothing_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """A random stream from which nothing has been drawn, as in a new process, with the seed 5."""
     from fp4engine.ops import rng
@@ -230,7 +244,10 @@ def seeded() -> None:
     """PyTorch's seed, which the random stream follows, as in a new process."""
     import fp4engine
 
-    torch.manual_seed(1234)
+    if torch.cuda.is_available():
+        torch.manual_seed(1234)
+    else:  # or PyTorch would keep who asked, in case there is a GPU later, which takes most of a millisecond
+        torch.default_generator.manual_seed(1234)
     fp4engine.set_rng_state({"seed": 1234, "draws": {}, "follows_torch": True})
 
 

@@ -135,7 +135,7 @@ def test_probes_are_the_same_on_every_machine() -> None:
 
 
 @pytest.mark.parametrize(("rule", "level"), [("the model", "INFO"), ("groups added to nearest", "WARNING")])
-def test_the_first_native_product_of_a_path_is_compared_and_the_answer_kept(rule, level, monkeypatch, caplog) -> None:
+def test_the_first_native_product_of_a_path_is_compared_and_the_answer_kept(rule, level, monkeypatch, logged) -> None:
     calls = []
 
     def tensor_cores(left, right, numerator, *, path, out_dtype):
@@ -147,12 +147,11 @@ def test_the_first_native_product_of_a_path_is_compared_and_the_answer_kept(rule
 
     monkeypatch.setattr(gemm_native, "gemm", tensor_cores)
     sum_model.native_comparison.cache_clear()
-    caplog.set_level("INFO", "fp4engine")
     first, again = (sum_model.native_comparison("scaled_mm", CPU) for _ in range(2))
     sum_model.native_comparison.cache_clear()
     assert first is again and calls == ["scaled_mm"] and first.nearest == rule
-    (record,) = [record for record in caplog.records if "scaled_mm" in record.message]
-    assert record.levelname == level and f"of {first.cells} cells" in record.message
+    (record,) = [record for record in logged if "scaled_mm" in record.getMessage()]
+    assert record.levelname == level and f"of {first.cells} cells" in record.getMessage()
 
 
 def test_products_on_fp4_tensor_cores_ask_for_the_comparison(monkeypatch) -> None:
