@@ -96,6 +96,27 @@ def test_steps_are_those_of_whole_weights(name: str, tmp_path: Path) -> None:
     spawn(run_steps, (str(tmp_path), name), WORLD)
 
 
+def shard_what_is_there(rank: int, folder: str) -> None:
+    with process_group(rank, WORLD, f"{folder}/store", "gloo"):
+        torch.manual_seed(0)  # and the largest value of a weight lies on one rank
+        for name, make in RECIPES.items():
+            recipe = make()
+            for trained in (False, True):
+                with te.quantized_model_init(recipe=recipe):
+                    layer = te.Linear(96, 256, bias=False, device="cpu")
+                if trained:
+                    with torch.no_grad():
+                        layer.weight.copy_(torch.randn(256, 96))
+                expected = layer.weight.dequantize()
+                fully_shard(layer, mesh=init_device_mesh("cpu", (WORLD,)))
+                assert torch.equal(gathered(layer), expected), (name, trained)
+
+
+def test_weights_with_values_are_sharded_as_they_are(tmp_path: Path) -> None:
+    """Each rank cast its rows of NVFP4 anew by an amax of its own, and decoded what others sent by that."""
+    spawn(shard_what_is_there, (str(tmp_path),), WORLD)
+
+
 def refuse(rank: int, folder: str) -> None:
     with process_group(rank, WORLD, f"{folder}/store", "gloo"):
         for name, multiple in (("mxfp8", 32), ("nvfp4", 16)):

@@ -447,6 +447,22 @@ def test_a_new_module_takes_the_bytes_of_one_that_has_trained(recipe) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
+def test_a_part_is_copied_byte_for_byte(name: str) -> None:
+    """Its scales lie without padding, and its amax is that of the whole."""
+    whole = ALL[name](torch.linspace(-1, 9, 256 * 256).view(256, 256))
+    for copy_to in (lambda new: new.copy_(whole[:128]), lambda new: new.copy_from_storage(whole[:128])):
+        new = ALL[name](torch.randn(128, 256))
+        copy_to(new)
+        assert torch.equal(new.dequantize(), whole.dequantize()[:128])
+        columnwise = whole.operands.columnwise.dequantize().T[:128]
+        assert torch.equal(new.operands.columnwise.dequantize().T, columnwise)
+        new.copy_(torch.zeros(128, 256))
+        assert whole.dequantize().any(1)[1:].all()
+    with pytest.raises(RuntimeError, match=r"shape mismatch in copy_from_storage: \[128, 256\] here, and \[256, 256\]"):
+        new.copy_from_storage(whole)
+
+
+@pytest.mark.parametrize("name", ALL)
 def test_a_tensor_of_one_side_is_copied_into_one_of_two(name: str) -> None:
     tensor, values = ALL[name](torch.randn(64, 256)), torch.randn(64, 256)
     source = ALL[name].copy()

@@ -182,6 +182,10 @@ class QuantizedTensorStorage:
         stored = zip(self._arguments(), (getattr(self, name) for name in (*self._TENSORS, *self._WORDS)), strict=True)
         return {**dict(stored), "quantizer": self._quantizer, "fake_dtype": self._dtype}
 
+    def _padded(self) -> dict[str, Tensor | None]:
+        """The tensors as they lie where this is no part of another."""
+        return self._tensors()
+
     def _with_tensors(self, change: Callable[[Any], Any]) -> dict[str, Any]:
         """The metadata, with ``change`` of each tensor that is there."""
         metadata = self.get_metadata()
@@ -211,7 +215,7 @@ class QuantizedTensorStorage:
         """
         if self._form() != source._form():
             return False
-        given = {name: tensor for name, tensor in source._tensors().items() if tensor is not None}
+        given = {name: tensor for name, tensor in source._padded().items() if tensor is not None}
         for side in self._SIDES:
             if self.has(side) and not source.has(side):
                 if (turned := source._turned(side)) is None:
@@ -285,7 +289,7 @@ class QuantizedTensorStorage:
 
         Raises:
             TypeError: ``src`` is of another kind.
-            RuntimeError: it is of this kind, and of another format.
+            RuntimeError: it is of this kind, and of another format or shape.
         """
         kind = kind_of(type(self))
         if not isinstance(src, kind):
@@ -296,8 +300,10 @@ class QuantizedTensorStorage:
                     f"{name.strip('_')} mismatch in copy_from_storage: {getattr(self, name)!r} here, and "
                     f"{getattr(src, name)!r} in the source"
                 )
+        if self.shape != src.shape:
+            raise RuntimeError(f"shape mismatch in copy_from_storage: {list(self.shape)} here, and {list(src.shape)}")
         mine = self._tensors()
-        self._become({name: tensor for name, tensor in src._tensors().items() if mine[name] is not None})
+        self._become({name: tensor for name, tensor in src._padded().items() if mine[name] is not None})
 
     def prepare_for_saving(self) -> tuple[list[Tensor | None], "QuantizedTensorStorage"]:
         """The tensors, which are gone from here, and what :meth:`restore_from_saved` is called on."""

@@ -83,6 +83,16 @@ class BlockStorage(QuantizedTensorStorage):
         scale_inv = layout.read(laid, rows, spec, cols, self._with_gemm_swizzled_scales)
         return Operand(spec, rows, cols, self._read_codes(side, spec, rows, cols), scale_inv, self._amax(side, spec))
 
+    def _padded(self) -> dict[str, Tensor | None]:
+        made = self._tensors()
+        for side in filter(self.has, SIDES):
+            name, spec, layout = f"_{side}_scale_inv", self._spec(side), self._layout(side, self._words())
+            rows, cols = matrix_shape(self.shape)[:: 1 if side == "rowwise" else -1]
+            laid: Tensor = getattr(self, name)
+            if laid.shape != layout.shape(rows, spec.num_blocks(cols)):  # of a part
+                made[name] = layout.lay(layout.read(laid, rows, spec, cols))
+        return made
+
     def _shape_of_tensors(self) -> torch.Size:
         if self._rowwise_data is not None:
             return self._rowwise_data.shape

@@ -114,8 +114,8 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
     def _take(self, source: QuantizedTensorStorage) -> bool:
         if self._form() != source._form():
             return False
-        self.copy_from_storage(source)
-        return True
+        pairs = zip(self._stored(), source._stored(), strict=True)  # pyright: ignore[reportAttributeAccessIssue]
+        return all([mine._take(theirs) for mine, theirs in pairs])
 
     def clear(self) -> None:
         """Give back the memory of both sides."""
