@@ -208,7 +208,8 @@ def quartet_searched(expected: float, resets: Resets | None = None) -> Variant:
         for role in ("input", "weight")
     }
     changed = recipe.replace(**roles)
-    return Variant(lambda settings: changed, source="Quartet II, scale search", resets=resets, expected=expected)
+    source = "Quartet II, scale search" + (", and OsciReset (arXiv 2510.27527)" if resets else "")
+    return Variant(lambda settings: changed, source=source, resets=resets, expected=expected)
 
 
 def fixed_outer_scale(amax: float) -> LinearRecipe:
@@ -503,11 +504,6 @@ STUDIES = {
             "scale search, exact inputs",
         ),
     ),
-    "new rows": Study(
-        "How do the rows of autumn 2026 rank?",
-        "nvfp4",
-        ("nvfp4", "scale search", "nvfp4, CTA-local", "MXFP4, fixed signs", "nvfp4, outer scale 10"),
-    ),
     BOARD: Study(
         "Which recipe trains best?",
         "nvfp4",
@@ -543,6 +539,12 @@ STUDIES = {
             "MXFP4, AMD, SR",
             "UFP4",
             "TetraJet-v2, both hooks",
+            "scale search",
+            "scale search, OsciReset",
+            "Quartet II, scale search, OsciReset",
+            "nvfp4, CTA-local",
+            "MXFP4, fixed signs",
+            "nvfp4, outer scale 10",
         ),
     ),
 }

@@ -92,7 +92,7 @@ def write(
     compiled = False
     for name in studies:
         found = load(STUDIES[name], settings, seeds, folder, [v for v in variants or () if v not in VARIANTS])
-        picture = Path(settings.preset) / f"{name}.png"
+        picture = Path(settings.preset) / f"{name.replace(' ', '-')}.png"  # a link in Markdown has no spaces
         if found is not None:
             draw(name, found, settings, folder / picture)
             compiled |= any(run.header.get("compile") for run in found.results)
