@@ -105,9 +105,9 @@ def _count_as_unset() -> bool:
     return _flags_count_as_unset.get()
 
 
-def flag(name: str, default: bool = False) -> Any:
-    """Dataclass field whose default is :func:`read_flag` at construction."""
-    return _field(name, default, lambda: read_flag(name, default))
+def flag(name: str) -> Any:
+    """Dataclass field whose default is :func:`read_flag` at construction, without the flag False."""
+    return _field(name, False, lambda: read_flag(name, False))
 
 
 def choice(name: str, allowed: tuple[str, ...], default: str | None) -> Any:

@@ -128,9 +128,7 @@ def multipliers(device: torch.device) -> dict[str, order.Multiply]:
         "blackwell": partial(ops.gemm, accumulation="blackwell", **same),
     }
     if capability.fp4_units(device)[0]:
-        from fp4engine.kernels.gemm_native import PATHS
-
-        ways |= {f"native {path}": partial(sum_model.native_sums, path) for path in PATHS}
+        ways |= {f"native {path}": partial(sum_model.native_sums, path) for path in doctor.NATIVE_PATHS}
     return ways
 
 

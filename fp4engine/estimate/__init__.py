@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from fp4engine.arguments import is_number, require_bools, require_patterns
+from fp4engine.arguments import is_number, require_bools, require_integer, require_one_of, require_patterns
 from fp4engine.estimate.architectures import from_transformers
 from fp4engine.estimate.costs import host_seconds, largest_unit, seconds_of, wire
-from fp4engine.estimate.decoder import MODELS, Architecture, Decoder, add_lora, from_config
+from fp4engine.estimate.decoder import LARGEST, MODELS, Architecture, Decoder, add_lora, from_config
 from fp4engine.estimate.gpus import GPU, GPUS
 from fp4engine.estimate.memory import traced
-from fp4engine.estimate.request import Request, of_sizes, require_settings, without_memory
+from fp4engine.estimate.request import STATES, Request, of_sizes, without_memory
 from fp4engine.estimate.result import Estimate, count
 from fp4engine.estimate.trace import Linears, Step
 from fp4engine.modules.borrowed import BorrowedGroupedLinear
@@ -80,8 +80,12 @@ def estimate(
             pattern that covers nothing; a ``loss`` that asks for values of a tensor, or returns something else than one
             number with a gradient.
     """
-    sizes = require_settings(batch, sequence, fsdp, tp, lora_rank, parameters, optimizer, gpu)
-    batch, sequence, fsdp, tp, lora_rank = sizes
+    sizes = {"batch": batch, "sequence": sequence, "fsdp": fsdp, "tp": tp}
+    batch, sequence, fsdp, tp = (require_integer(size, value, 1, LARGEST) for size, value in sizes.items())
+    lora_rank = require_integer("lora_rank", lora_rank, 0, LARGEST)
+    require_one_of("parameters", parameters, ("fp32", "bf16"))
+    require_one_of("optimizer", optimizer, STATES)
+    require_one_of("gpu", gpu, GPUS)
     given = host_microseconds
     if given is not None and not (is_number(given) and 0 <= given < float("inf")):
         raise ValueError(f"host_microseconds must be a finite number of at least 0, got {host_microseconds!r}")

@@ -26,38 +26,28 @@ class GPU:
     measured: bool = False
 
 
-def _gpu(
-    name: str,
-    gigabytes: float,
-    tera: tuple[float, float | None, float | None],
-    bandwidth: float,
-    source: str,
-    measured: bool = False,
-) -> GPU:
-    bf16, fp8, fp4 = (None if value is None else value * 1e12 for value in tera)
-    assert bf16 is not None
-    return GPU(name, gigabytes * 2**30, bf16, fp8, fp4, bandwidth * 1e12, source, measured)
-
-
 GPUS = {
-    gpu.name: gpu
-    for gpu in (
-        _gpu("A100", 80, (312, None, None), 2.039, "NVIDIA A100 80GB SXM data sheet"),
-        _gpu("H100", 80, (989.5, 1979, None), 3.35, "NVIDIA H100 SXM data sheet", measured=True),
-        _gpu("H200", 141, (989.5, 1979, None), 4.8, "NVIDIA H200 SXM data sheet", measured=True),
-        _gpu("B100", 180, (1750, 3500, 7000), 8.0, "NVIDIA Blackwell architecture brief"),
-        _gpu("B200", 180, (2250, 4500, 9000), 8.0, "NVIDIA Blackwell architecture brief"),
-        _gpu("GB200", 186, (2500, 5000, 10000), 8.0, "NVIDIA GB200 NVL72 data sheet"),
-        _gpu("B300", 279, (2250, 4500, 14000), 8.0, "NVIDIA Blackwell Ultra data sheet"),
-        _gpu("GB300", 279, (2500, 5000, 15000), 8.0, "NVIDIA GB300 NVL72 data sheet"),
-        _gpu("RTX-3090", 24, (71, None, None), 0.936, "NVIDIA Ampere GA102 architecture paper, FP32 accumulation"),
-        _gpu("A10", 24, (125, None, None), 0.6, "NVIDIA A10 data sheet"),
-        _gpu("L4", 24, (121, 242.5, None), 0.3, "NVIDIA L4 data sheet, halved: it counts sparse products"),
-        _gpu("L40S", 48, (362, 733, None), 0.864, "NVIDIA L40S data sheet"),
-        _gpu("RTX-4090", 24, (165.2, 330.3, None), 1.008, "NVIDIA Ada GPU architecture paper, FP32 accumulation"),
-        _gpu("RTX-5090", 32, (209.5, 419, 1676), 1.792, "NVIDIA RTX Blackwell GPU architecture paper"),
+    name: GPU(
+        name, gigabytes * 2**30, bf16 * 1e12, fp8 and fp8 * 1e12, fp4 and fp4 * 1e12, bandwidth * 1e12, source,
+        measured=name in ("H100", "H200"),
     )
-}
+    for name, gigabytes, bf16, fp8, fp4, bandwidth, source in (
+        ("A100", 80, 312, None, None, 2.039, "NVIDIA A100 80GB SXM data sheet"),
+        ("H100", 80, 989.5, 1979, None, 3.35, "NVIDIA H100 SXM data sheet"),
+        ("H200", 141, 989.5, 1979, None, 4.8, "NVIDIA H200 SXM data sheet"),
+        ("B100", 180, 1750, 3500, 7000, 8.0, "NVIDIA Blackwell architecture brief"),
+        ("B200", 180, 2250, 4500, 9000, 8.0, "NVIDIA Blackwell architecture brief"),
+        ("GB200", 186, 2500, 5000, 10000, 8.0, "NVIDIA GB200 NVL72 data sheet"),
+        ("B300", 279, 2250, 4500, 14000, 8.0, "NVIDIA Blackwell Ultra data sheet"),
+        ("GB300", 279, 2500, 5000, 15000, 8.0, "NVIDIA GB300 NVL72 data sheet"),
+        ("RTX-3090", 24, 71, None, None, 0.936, "NVIDIA Ampere GA102 architecture paper, FP32 accumulation"),
+        ("A10", 24, 125, None, None, 0.6, "NVIDIA A10 data sheet"),
+        ("L4", 24, 121, 242.5, None, 0.3, "NVIDIA L4 data sheet, halved: it counts sparse products"),
+        ("L40S", 48, 362, 733, None, 0.864, "NVIDIA L40S data sheet"),
+        ("RTX-4090", 24, 165.2, 330.3, None, 1.008, "NVIDIA Ada GPU architecture paper, FP32 accumulation"),
+        ("RTX-5090", 32, 209.5, 419, 1676, 1.792, "NVIDIA RTX Blackwell GPU architecture paper"),
+    )
+}  # fmt: skip
 """Every GPU that is known, by name. Memory is GiB of the usable size, which the makers call GB."""
 
 

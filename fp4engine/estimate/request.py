@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp4engine.arguments import require_integer, require_one_of
 from fp4engine.checkpoint import checkpoint
-from fp4engine.estimate.decoder import LARGEST, Architecture, Decoder, add_lora
-from fp4engine.estimate.gpus import GPU, GPUS
+from fp4engine.estimate.decoder import Architecture, Decoder, add_lora
+from fp4engine.estimate.gpus import GPU
 from fp4engine.estimate.trace import AsOnCuda
 from fp4engine.recipe import Recipe
 
@@ -65,27 +64,6 @@ class Request:
     def state_bytes(self, itemsize: int) -> float:
         """Bytes of the optimizer's state for one trained parameter that is stored in ``itemsize`` bytes."""
         return STATES[self.optimizer] * (EIGHT_BITS if self.optimizer == "adamw8bit" else itemsize)
-
-
-def require_settings(
-    batch: int, sequence: int, fsdp: int, tp: int, lora_rank: int, parameters: str, optimizer: str, gpu: str
-) -> tuple[int, int, int, int, int]:
-    """``batch``, ``sequence``, ``fsdp``, ``tp`` and ``lora_rank`` as ``int``.
-
-    Raises:
-        ValueError: one of them is no integer in its range, or ``parameters``, ``optimizer`` or ``gpu`` is unknown.
-    """
-    sizes = (
-        require_integer("batch", batch, 1, LARGEST),
-        require_integer("sequence", sequence, 1, LARGEST),
-        require_integer("fsdp", fsdp, 1, LARGEST),
-        require_integer("tp", tp, 1, LARGEST),
-        require_integer("lora_rank", lora_rank, 0, LARGEST),
-    )
-    words = {"parameters": (parameters, ("fp32", "bf16")), "optimizer": (optimizer, STATES), "gpu": (gpu, GPUS)}
-    for name, (value, allowed) in words.items():
-        require_one_of(name, value, allowed)
-    return sizes
 
 
 def without_memory(model: nn.Module) -> nn.Module:

@@ -223,8 +223,6 @@ class MultiheadAttention(torch.nn.Module):
         if core_attention_bias_type not in ("no_bias", "post_scale_bias"):
             raise NotImplementedError(f"core_attention_bias_type={core_attention_bias_type!r} is not implemented")
         require_core_attention_bias(core_attention_bias_type, core_attention_bias)
-        if encoder_output is not None and self.attention_type == "self":
-            raise ValueError("encoder_output goes with attention_type='cross', this is 'self'")
         require_bool("checkpoint_core_attention", checkpoint_core_attention)
         mask = AttentionMask(
             self.mask.kind if attn_mask_type is None else attn_mask_type,

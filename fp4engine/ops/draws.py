@@ -90,14 +90,9 @@ def coming_draw(device: torch.device) -> Tensor:
     return rng.coming(rng.state_of(device))
 
 
-def draw_from(state: Tensor, place: tuple[int, int] | None = None) -> Tensor:
-    """The next draw of the stream that has this ``state``, as :func:`next_draw`.
-
-    Args:
-        place: row and column at which a shard begins, which :func:`fp4engine.ops.rng.placed` adds.
-    """
-    drawn = _source.take(state, 1)
-    return drawn if place is None else rng.placed(drawn, *place)
+def draw_from(state: Tensor) -> Tensor:
+    """The next draw of the stream that has this ``state``, as :func:`next_draw`."""
+    return _source.take(state, 1)
 
 
 def is_replaying() -> bool:

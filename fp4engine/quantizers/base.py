@@ -215,12 +215,12 @@ class Quantizer:
         specs = (self.rowwise_spec if rowwise else None, self.columnwise_spec if columnwise else None)
         return ops.amax(_dense_matrix(x), *specs, rng=rng, stream=stream, backend=self.backend)
 
-    def requantize(self, operand: Operand, rng: Tensor | None, form: Form = "codes") -> Operand:
+    def requantize(self, operand: Operand, rng: Tensor | None) -> Operand:
         """The columnwise operand of a tensor, made from its rowwise ``operand``."""
         # A rotation rounds to the dtype of what it rotates, so only what is not cast again may be 16 bits wide.
         dtype = operand.decoded_dtype if self.columnwise_spec is None else torch.float32
         values = operand.dequantize(dtype, self.backend)
-        quantized = self.quantize(values, rowwise=False, rng=rng, columnwise_form=form)
+        quantized = self.quantize(values, rowwise=False, rng=rng)
         assert quantized.columnwise is not None
         return quantized.columnwise
 

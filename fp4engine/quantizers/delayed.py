@@ -91,8 +91,7 @@ class Turn:
         amax: FP32 [1], the choice; None while the history itself still holds it, which the next choice overwrites.
     """
 
-    def __init__(self, amax: Tensor | None = None) -> None:
-        self.amax = amax
+    amax: Tensor | None = None
 
 
 class Turns:
