@@ -66,8 +66,13 @@ class OwnScaleRule:
         return torch.where(largest > 0, found, largest)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For pickles: the rule of that key, which has to be registered where it is read."""
-        return scale_rule_from_key, (self.key,)
+        """For pickles: the rule of that key, which its function's module has to register where it is read."""
+        return _read, (self.key, self.function)
+
+
+def _read(key: str, function: Callable[[Tensor], Tensor]) -> OwnScaleRule:
+    """The rule in a pickle, whose reference to ``function`` has imported the module that registers it."""
+    return scale_rule_from_key(key)
 
 
 _registered: dict[str, OwnScaleRule] = {}

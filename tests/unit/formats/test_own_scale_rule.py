@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -82,6 +84,16 @@ def test_keys_name_the_function_and_read_back() -> None:
     assert register("0.9amax", nine_tenths) is RULE
     assert register("another", nine_tenths) != RULE
     assert "0.9amax (own rule, no kernel)" in spec.label
+
+
+def test_another_process_imports_what_registers_the_rule_of_a_pickle(tmp_path) -> None:
+    """fp4engine compare sends recipes so, and said that memory was wanting."""
+    rules = "from fp4engine.formats import *\ndef half(blocks):\n    return 0.5 * blocks.abs().amax(-1)\n"
+    (tmp_path / "their_rules.py").write_text(f"{rules}SPEC = CastSpec(scale_rule=register_scale_rule('half', half))\n")
+    write = "import pickle, their_rules; pickle.dump(their_rules.SPEC, open('spec', 'wb'))"
+    for code in (write, "import pickle; print(pickle.load(open('spec', 'rb')).label)"):
+        done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout == "e2m1 1x16 half (own rule, no kernel)\n"
 
 
 def test_a_key_whose_rule_is_not_here_says_what_to_import(monkeypatch: pytest.MonkeyPatch) -> None:
