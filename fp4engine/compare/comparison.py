@@ -173,6 +173,8 @@ class Comparison:
                 f"Runs that differ by draws and the order of additions alone end {noise:.2g}% apart (root mean square "
                 f"of {len(self.noise)})."
             )
+        if uncounted := sorted({name for run in self.results for name in run.end.get("uncounted", ())}):
+            said.append(f"FLOPs in FP4 are unknown: no formula counts what {', '.join(uncounted)} multiplies.")
         named = [{"fp4engine": "unknown", "torch": "unknown", **run.header} for run in self.results]
         places = {f"{of['device']}, torch {of['torch']}, fp4engine {of['fp4engine']}" for of in named}
         if len(places) > 1:

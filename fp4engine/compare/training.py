@@ -299,18 +299,21 @@ class Training:
     def examine(self) -> dict[str, Any]:
         """What of a step is quantized, over the run's recipes, and whether a step repeats its bytes.
 
-        Of FLOPs it is the share that is in FP4; of products of linear layers, the number that is in any format.
+        Of FLOPs it is the share that is in FP4, None beside ``uncounted`` operators whose FLOPs nobody knows; of
+        products of linear layers, the number that is in any format.
         """
         phases = self.run.recipe.phases if isinstance(self.run.recipe, ScheduledRecipe) else ((0, self.run.recipe),)
         phases = [(start, recipe) for start, recipe in phases if start < self.task.steps]  # the others never come
         ends = [*(start for start, _ in phases[1:]), self.task.steps]
         share, quantized = 0.0, 0
+        uncounted: set[str] = set()
         checksums: list[Any] = []
         for (start, recipe), end in zip(phases, ends, strict=True):
             with self.aside():
                 report = executed_gemms(self.model, lambda recipe=recipe: self.backward(recipe.at(0), 1))
             share += report.fp4_share * (end - start) / self.task.steps
             quantized += report.counts.total() - report.high_precision_gemms
+            uncounted.update(report.opaque)
         for _ in range(2):
             with self.aside():
                 self.optimizer.zero_grad()
@@ -318,7 +321,10 @@ class Training:
                 checksums.append(
                     [_checksum(loss), *(_checksum(p.grad) for p in self.model.parameters() if p.grad is not None)]
                 )
-        return {"fp4_share": share, "quantized_gemms": quantized, "repeats": checksums[0] == checksums[1]}
+        return {
+            "fp4_share": None if uncounted else share, "uncounted": sorted(uncounted), "quantized_gemms": quantized,
+            "repeats": checksums[0] == checksums[1],
+        }  # fmt: skip
 
     def look(self, recorder: Recorder) -> Tensor:
         """One step, whose operands, products and gradients are recorded."""

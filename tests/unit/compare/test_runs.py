@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fp4engine.compare import HIGH_PRECISION, InputError, Recorder, Run, checkpoint, read, read_folders
+from fp4engine.compare.comparison import compare
 from fp4engine.compare.files import read_rows
 from fp4engine.compare.training import Places, Training, gradient_noise, train
 from fp4engine.recipe import Casts, CustomRecipe, LinearRecipe, NVFP4BlockScaling, ScheduledRecipe, zoo
@@ -169,6 +170,22 @@ def test_what_comes_after_the_last_step_is_no_part_of_a_run(starts: tuple[int, i
     whole = Training(TASK, Run("nvfp4", NVFP4, 0)).examine()
     assert examined["fp4_share"] == pytest.approx(share * whole["fp4_share"])
     assert (examined["quantized_gemms"] == 0) == (share == 0)
+
+
+def test_a_share_of_flops_that_nobody_counts_is_not_said(tmp_path, monkeypatch) -> None:
+    """An LSTM counted nothing, so that a model was in FP4 by 11% of its FLOPs that was by 6%."""
+
+    def model(task: TinyTask) -> nn.Module:
+        made = Network(1.0)
+        made.memory = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        made.embedding.register_forward_hook(lambda _, given, x: made.memory(x)[0])
+        return made
+
+    monkeypatch.setattr(TinyTask, "model", model)
+    runs = [Run("baseline", HIGH_PRECISION, 0), Run("nvfp4", NVFP4, 0)]
+    results = [read(trained(TASK, run, tmp_path)) for run in runs]
+    assert [result.end["fp4_share"] for result in results] == [None, None]
+    assert "FLOPs in FP4 are unknown: no formula counts what aten::mkldnn_rnn" in compare(results, 1.0).markdown()
 
 
 def test_noise_and_bias_of_gradients_are_told_apart() -> None:
