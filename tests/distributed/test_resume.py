@@ -4,6 +4,7 @@ Two processes, by gloo on the CPU. They draw different numbers of times, and wha
 """
 
 import warnings
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -17,9 +18,9 @@ from fp4engine.ops import rng
 from fp4engine.recipe import DelayedScaling, NVFP4BlockScaling
 from tests.ranks import process_group, spawn, tell_accelerate
 
-accelerate = pytest.importorskip("accelerate", reason="needs the extra `integrations`")
-lightning = pytest.importorskip("lightning.pytorch", reason="needs the extra `integrations`")
-transformers = pytest.importorskip("transformers", reason="needs transformers")
+NEEDED = ("accelerate", "lightning", "transformers")
+# Not imported here: a fresh process imports this file, and would take seconds to.
+pytestmark = pytest.mark.skipif(not all(map(find_spec, NEEDED)), reason="needs the extra `integrations`")
 
 WORLD = 2
 DELAYED = DelayedScaling(amax_history_len=3)
@@ -72,6 +73,8 @@ def by_dcp(rank, folder):
 
 
 def by_accelerate(rank, folder):
+    import accelerate
+
     def accelerator(model):
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
         made = accelerate.Accelerator(cpu=True)
@@ -86,25 +89,26 @@ def by_accelerate(rank, folder):
     )
 
 
-class Module(lightning.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.model = make_model()
-        self.losses = []
-
-    def training_step(self, batch, index):
-        if self.global_rank:  # one draw more than rank 0 takes
-            ops.next_draw(torch.device("cpu"))
-        loss = self.model(batch).square().mean()
-        self.losses.append(loss.item())
-        return loss
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
 def by_lightning(rank, folder):
+    import lightning.pytorch as lightning
+
     from fp4engine.integrations.lightning import NVFP4Precision
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = make_model()
+            self.losses = []
+
+        def training_step(self, batch, index):
+            if self.global_rank:  # one draw more than rank 0 takes
+                ops.next_draw(torch.device("cpu"))
+            loss = self.model(batch).square().mean()
+            self.losses.append(loss.item())
+            return loss
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
 
     def fit(steps, ckpt_path=None):
         """Every batch is the same: a run that resumes at the end of an epoch counts its batches otherwise."""
@@ -152,6 +156,9 @@ class Regression(torch.nn.Module):
 
 
 def by_trainer(rank, folder):
+    import accelerate
+    import transformers
+
     from fp4engine.integrations.transformers import NVFP4Callback
 
     def train(name, steps, resume_from=None):
