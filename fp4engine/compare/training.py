@@ -252,9 +252,9 @@ class Training:
     def backward(self, recipe: Recipe, passes: int | None = None) -> Tensor:
         """Gradients of the step's tokens, or of its first passes alone; returns the mean loss."""
         losses: list[Tensor] = []
-        for tokens in self.inputs[:passes]:
+        for tokens in self.inputs[:passes]:  # cloned, since some losses mark their labels in place
             with self.precision(recipe):
-                loss = self.compute(tokens) / len(self.inputs[:passes])
+                loss = self.compute(tokens.clone()) / len(self.inputs[:passes])
             loss.backward()
             losses.append(loss.detach())
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
@@ -264,7 +264,7 @@ class Training:
         losses: list[Tensor] = []
         for tokens in texts:
             with self.precision(recipe):
-                losses.append(self.compute(tokens))
+                losses.append(self.compute(tokens.clone()))
         return torch.stack(losses).mean()
 
     @contextmanager

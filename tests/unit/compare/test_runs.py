@@ -188,6 +188,23 @@ def test_a_share_of_flops_that_nobody_counts_is_not_said(tmp_path, monkeypatch) 
     assert "FLOPs in FP4 are unknown: no formula counts what aten::mkldnn_rnn" in compare(results, 1.0).markdown()
 
 
+def test_a_loss_may_write_to_its_tokens(tmp_path, monkeypatch) -> None:
+    """Later validations, and whatever else reads a batch again, met what the first had made of it."""
+    places = [Places(tmp_path / name, tmp_path / "scratch") for name in ("plain", "marked")]
+    run, loss = Run("nvfp4", NVFP4, 0), TinyTask.loss
+
+    def marking(task: TinyTask, model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+        found = loss(task, model, tokens)
+        tokens[:, 1:] = -100
+        return found
+
+    for place, made in zip(places, (loss, marking), strict=True):
+        monkeypatch.setattr(TinyTask, "loss", made)
+        train(TASK, run, place, looks=True)
+    plain, marked = (losses(run.path(place.finished, TASK.setting())) for place in places)
+    assert plain == marked
+
+
 def test_noise_and_bias_of_gradients_are_told_apart() -> None:
     """Nearest rounding has no noise and all bias; stochastic rounding that cannot saturate has noise alone."""
     found: list[dict] = []
