@@ -420,6 +420,9 @@ def test_axes_that_change_places_are_another_view_even_of_equal_sizes(shape: tup
     values, x = tensor.dequantize(), torch.randn(4, shape[-1])
     assert torch.equal(tensor.transpose(0, 1).dequantize(), values.transpose(0, 1))
     assert torch.equal(tensor.mT.dequantize(), values.mT)
+    assert torch.equal(tensor.mT.mT.dequantize(), values) and torch.equal(
+        tensor.mT.movedim(0, -1), values.mT.movedim(0, -1)
+    )
     assert torch.equal(x @ tensor.mT, x @ values.mT)
     written = torch.randn(shape)
     tensor.transpose(0, 1).copy_(written.transpose(0, 1))
@@ -444,6 +447,13 @@ def test_a_new_module_takes_the_bytes_of_one_that_has_trained(recipe) -> None:
     modules[0].weight.update_usage(columnwise_usage=False)
     modules[1].load_state_dict(modules[0].state_dict())
     assert torch.equal(modules[1].weight.operands.columnwise.dequantize().T, modules[0].weight.dequantize())
+
+
+def test_axes_of_a_hybrid_change_places_too() -> None:
+    quantizer = te.HybridQuantizer(rowwise_quantizer=per_tensor(), columnwise_quantizer=per_tensor())
+    tensor = quantizer(torch.randn(32, 32))
+    assert torch.equal(tensor.T.dequantize(), tensor.dequantize().T)
+    assert torch.equal(tensor.T.T.dequantize(), tensor.dequantize())
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -175,8 +175,10 @@ class Float8Tensor(Float8TensorStorage, QuantizedTensor):
         return parts
 
     def _has_all_of(self, shape: torch.Size, given: dict[str, Any]) -> bool:
-        codes: Tensor = given["data_transpose"] if given["data"] is None else given["data"]
-        return codes.is_contiguous() and super()._has_all_of(shape, given)  # else axes have changed their places
+        name = "_transpose" if self._data is None else "_data"
+        both: tuple[Tensor, Tensor] = getattr(self, name), given[self._argument(name)]
+        # Else axes have changed their places.
+        return all(codes.is_contiguous() for codes in both) and super()._has_all_of(shape, given)
 
 
 def _part_of_transpose(tensor: Float8Tensor, made: Any, func: Any, args: Any, kwargs: Any) -> Any:

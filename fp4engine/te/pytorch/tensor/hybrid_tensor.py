@@ -198,6 +198,10 @@ class HybridQuantizedTensor(HybridQuantizedTensorStorage, QuantizedTensor):
     def _has_parts(self) -> bool:
         return any(getattr(part, "_is_part", False) for part in self._stored())
 
+    def _has_all_of(self, shape: torch.Size, given: dict[str, Any]) -> bool:
+        sides = [(part, given[f"{side}_storage"].get_metadata()) for side, part in self._parts().items()]
+        return all(part._has_all_of(shape, view) for part, view in sides)
+
     def _parted(self, func: Any, args: Any, kwargs: Any) -> list[Part] | None:
         made: dict[str, list[Any]] = {}
         for side, part in self._parts().items():
