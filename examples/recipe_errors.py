@@ -96,7 +96,7 @@ def draw_picture(results: dict[str, dict[str, list[float]]], path: Path) -> None
     from matplotlib import pyplot as plt
 
     names = [name for name in results if name != "high_precision"]
-    figure, axes = plt.subplots(1, 3, figsize=(13, 0.29 * len(names) + 1.6), sharey=True)
+    figure, axes = plt.subplots(1, 3, figsize=(13, 0.29 * len(names) + 1.6), sharey=True, layout="constrained")
     for index, (product, axis) in enumerate(zip(PRODUCTS, axes, strict=True)):
         values = [[min(results[name][d.__name__][index], 40.0) for d in DISTRIBUTIONS] for name in names]
         axis.imshow(values, cmap="viridis", vmin=8, vmax=34, aspect="auto")
@@ -109,7 +109,6 @@ def draw_picture(results: dict[str, dict[str, list[float]]], path: Path) -> None
         axis.set_yticks(range(len(names)), names, size=8)
         axis.tick_params(length=0)
     figure.suptitle("Signal to noise of one product, dB (higher is better)")
-    figure.tight_layout()
     figure.savefig(path, dpi=80)
 
 

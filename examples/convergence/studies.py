@@ -199,19 +199,6 @@ def searched(expected: float, source: str, resets: Resets | None = None, **roles
     return Variant(lambda settings: recipe, source=f"scale search, {source}", resets=resets, expected=expected)
 
 
-def quartet_searched(expected: float, resets: Resets | None = None) -> Variant:
-    """Quartet II, whose forward casts search their scales instead of choosing between 4 and 6."""
-    recipe = zoo.make("quartet2")
-    assert isinstance(recipe, LinearRecipe)
-    roles = {
-        role: dataclasses.replace(recipe.casts(role), rowwise=zoo.SEARCHED.replace(rounding=RoundingMode.AWAY))
-        for role in ("input", "weight")
-    }
-    changed = recipe.replace(**roles)
-    source = "Quartet II, scale search" + (", and OsciReset (arXiv 2510.27527)" if resets else "")
-    return Variant(lambda settings: changed, source=source, resets=resets, expected=expected)
-
-
 def fixed_outer_scale(amax: float) -> LinearRecipe:
     """The default, whose input in fprop and whose weight have the outer scale of one largest magnitude."""
     recipe = combine(NVFP4BlockScaling(), NVFP4BlockScaling())  # as six casts
@@ -373,8 +360,10 @@ VARIANTS = {
     "two-term inputs, searched weights": searched(
         0.38, "two terms of the input: two products", input=Casts(zoo.TWO_TERMS, WGRAD_INPUT)
     ),
-    "Quartet II, scale search": quartet_searched(0.62),
-    "Quartet II, scale search, OsciReset": quartet_searched(0.50, Resets()),
+    "Quartet II, scale search": dataclasses.replace(book("quartet2_scale_search"), expected=0.62),
+    "Quartet II, scale search, OsciReset": dataclasses.replace(
+        with_resets(zoo.make("quartet2_scale_search"), "`quartet2_scale_search`"), expected=0.50
+    ),
     "nvfp4, CTA-local": dataclasses.replace(book("nvfp4_cta_local"), expected=1.15),
     "MXFP4, fixed signs": dataclasses.replace(book("mxfp4_fixed_sign"), expected=1.75),
     "nvfp4, outer scale 10": dataclasses.replace(

@@ -346,6 +346,11 @@ ZOO: dict[str, Row] = {
         "arXiv 2601.22813, table 1; the training code with `four_over_six=False`",
         "signs drawn for each GEMM, where the authors draw once per backward pass",
     ),
+    "quartet2_scale_search": Row(
+        lambda: _fresh(SEARCHED.replace(rounding=RoundingMode.AWAY), EDEN, 128),
+        "this project: Quartet II, whose forward casts search their block scales instead of choosing between 4 and 6",
+        "signs drawn for each GEMM, where the authors draw once per backward pass",
+    ),
     "quartet2_cuda": Row(
         lambda: _fresh(FOUR_OVER_SIX, ALIGNED_EDEN16, 128),
         "IST-DASLab Quartet-II 8776a90, the CUDA kernels (`kernels/csrc/rht128_eden.cu`, `rht128_requant.cu`)",

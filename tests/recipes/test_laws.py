@@ -56,6 +56,7 @@ def test_double_blocks_hold_amplitudes_that_one_tensor_scale_loses() -> None:
     "name",
     [
         "quartet2",
+        "quartet2_scale_search",
         "quartet2_eden16",
         "rht128_4over6_scalar",
         "tetrajet2",

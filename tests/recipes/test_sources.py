@@ -166,7 +166,7 @@ def four_over_six(
     )
 
 
-def scale_search(x: Tensor, draws: Draws) -> Cast:
+def scale_search(x: Tensor, draws: Draws, *, ties: str = "even") -> Cast:
     """arXiv 2605.12464: the E4M3 scale of a few with the least squared error, in units of the outer scale."""
     encode = fp32(1536.0) / x.abs().max()
     nominal = e4m3(block_amax(x, 16) * (encode * fp32(1 / 6)))
@@ -174,7 +174,7 @@ def scale_search(x: Tensor, draws: Draws) -> Cast:
     elements, scales, least = x, nominal, torch.full_like(nominal, torch.inf)
     for offset in (0, -1, 1, 4, 5):
         tried = grid[(torch.searchsorted(grid, nominal) + offset).clamp(0, 126)]
-        cast = nearest(x * spread(fp32(1.0) / (tried * (fp32(1.0) / encode)), x), E2M1, "even")
+        cast = nearest(x * spread(fp32(1.0) / (tried * (fp32(1.0) / encode)), x), E2M1, ties)
         error = sum(blocks_of((cast * spread(tried, x) - x * encode).square(), 16).unbind(2))
         better = error < least
         elements, scales = torch.where(spread(better, x), cast, elements), torch.where(better, tried, scales)
@@ -542,6 +542,7 @@ SOURCES: dict[str, tuple[Role, Role, Role]] = {
     "quartet": fresh(rotated(32, NONE, quest), tseng, 32),
     "quartet2": fresh(quartet_forward, quartet_eden, 128),
     "quartet2_no_4over6": fresh(partial(quartet_forward, four_six=False), quartet_eden, 128),
+    "quartet2_scale_search": fresh(partial(scale_search, ties="away"), quartet_eden, 128),
     "quartet2_cuda": fresh(SIX_MSE, quartet_cuda, 128),
     "quartet2_eden16": fresh(SIX_MSE, quartet_algorithm_1, 128),
     "rht128_4over6_scalar": fresh(SIX_MSE, four_six_scalar, 128),
