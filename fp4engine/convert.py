@@ -300,8 +300,10 @@ def _kept(
     for pattern in patterns:
         covered = [name for name in names if any(covers(pattern, alias) for alias in called[name])]
         if not covered:
-            deeper = f"**.{pattern}"  # patterns begin at the top of the model
-            meant = f"; did you mean {deeper!r}?" if any(covers(deeper, name) for name in names) else ""
+            # patterns begin at the top of the model; attention's rules have the name of its parameter without the end
+            known = {f"**.{pattern}": names, f"{pattern}_weight": called}
+            found = [other for other, of in known.items() if any(covers(other, name) for name in of)]
+            meant = f"; did you mean {found[0]!r}?" if found else ""
             raise ValueError(
                 f"pattern {pattern!r} covers no nn.Linear of the model and no other matrix; its linear modules are "
                 f"called, for example, {', '.join(map(repr, list(linears)[-3:])) or 'nothing: there are none'}{meant}"

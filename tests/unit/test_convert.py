@@ -117,6 +117,11 @@ def test_a_pattern_that_covers_no_linear_raises_and_swaps_nothing(pattern: str) 
 def test_a_pattern_that_lacks_its_beginning_is_told_how_to_go_on() -> None:
     with pytest.raises(ValueError, match=re.escape("did you mean '**.up'?")):
         fp4engine.convert(Model(), keep_high_precision=["up"])
+    attention = nn.ModuleDict({"attention": nn.MultiheadAttention(32, 2), "up": nn.Linear(32, 32)})
+    with pytest.raises(ValueError, match=re.escape("did you mean 'attention.in_proj_weight'?")):
+        fp4engine.convert(attention, keep_high_precision=["attention.in_proj"])  # as rules and inspect call it
+    plan = fp4engine.convert(attention, keep_high_precision=["attention.in_proj_weight"])
+    assert [module.name for module in plan.converted] == ["up"]
 
 
 def test_a_model_without_linears_inside_raises() -> None:
