@@ -16,7 +16,8 @@ class RecorderCallback(TrainerCallback):
         Trainer(..., callbacks=[RecorderCallback("runs", recipe="nvfp4", setting={"data": "v3"})])
 
     The seed is the training arguments'. A training loss is noted every ``logging_steps`` steps, a validation loss
-    at each evaluation. A run that is resumed goes on with its file.
+    at each evaluation. A run that is resumed goes on with its file. ``logging_nan_inf_filter`` is turned off, by which
+    the Trainer logs other losses in the place of those that are not finite.
 
     Args:
         folder, options: as :class:`~fp4engine.compare.Recorder` takes them, without ``seed`` and ``first_step``.
@@ -27,6 +28,7 @@ class RecorderCallback(TrainerCallback):
         self.run: Recorder | None = None
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        args.logging_nan_inf_filter = False  # or a run that has diverged would go on with the losses of before
         self.run = Recorder(self.folder, seed=args.seed, first_step=state.global_step, **self.options)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:

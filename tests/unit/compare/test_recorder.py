@@ -61,6 +61,30 @@ def test_the_trainer_of_transformers_writes_runs_and_goes_on_with_them(tmp_path)
     assert [step for step, _ in read(file).losses] == [2, 4, 6] and read(file).losses[:2] == results[0].losses
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_run_of_the_trainer_that_diverges_is_told(tmp_path) -> None:
+    """By default the Trainer logs the mean of earlier losses, and leaves losses out of validations."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    from fp4engine.compare.callback import RecorderCallback
+
+    class Spoil(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, model, **_) -> None:
+            if state.global_step == 3:
+                model.lm_head.weight.data.fill_(torch.nan)
+
+    data = [{"input_ids": (row := torch.arange(9) + start), "labels": row} for start in range(8)]
+    model = llama(vocab_size=32, num_attention_heads=2, num_key_value_heads=1)
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path / "out"), max_steps=6, per_device_train_batch_size=4, logging_steps=1, report_to=[],
+        use_cpu=True, disable_tqdm=True, save_strategy="no",
+    )  # fmt: skip
+    callbacks = [Spoil(), RecorderCallback(tmp_path / "runs")]
+    transformers.Trainer(model, arguments, train_dataset=data, callbacks=callbacks).train()
+    (result,) = read_folders([tmp_path / "runs"])
+    assert result.diverged and result.end["diverged_at"] == 4
+
+
 def record(rank: int, folder: str) -> None:
     with process_group(rank, 2, f"{folder}/store"), Recorder(f"{folder}/runs", recipe="nvfp4") as run:
         run.step(torch.tensor(2.0))
