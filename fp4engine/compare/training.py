@@ -387,7 +387,9 @@ def gradient_noise(training: Training, recipe: Recipe) -> list[dict[str, Any]]:
     sums = {name: torch.zeros_like(gradient, dtype=torch.float32) for name, gradient in exact.items()}
     squares = dict.fromkeys(exact, 0.0)
     with training.aside():
+        others = generator_states()
         for _ in range(DRAWS):
+            set_generator_states(others)  # of dropout, whose masks are no noise of rounding
             training.optimizer.zero_grad()
             training.backward(recipe, 1)
             for name, parameter in _matrices(training.model):

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import random
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -205,8 +206,16 @@ def test_a_loss_may_write_to_its_tokens(tmp_path, monkeypatch) -> None:
     assert plain == marked
 
 
-def test_noise_and_bias_of_gradients_are_told_apart() -> None:
+def dropping(share: float, module: nn.Module) -> None:
+    if isinstance(module, nn.Embedding):
+        module.register_forward_hook(lambda _, given, x: nn.functional.dropout(x, share))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_noise_and_bias_of_gradients_are_told_apart(dropout: float, monkeypatch) -> None:
     """Nearest rounding has no noise and all bias; stochastic rounding that cannot saturate has noise alone."""
+    model = TinyTask.model
+    monkeypatch.setattr(TinyTask, "model", lambda task: model(task).apply(partial(dropping, dropout)))
     found: list[dict] = []
     for spec in (zoo.NEAREST, zoo.GUARDED):
         recipe = LinearRecipe(grad_output=Casts(spec, spec))
