@@ -85,7 +85,7 @@ def convert(
     require_own_recipe(recipe)
     plan = convert_for_regions(model, recipe, module_filter_fn, keep_high_precision, adapters)
     for module in model.modules():
-        if isinstance(module, Gemms):
+        if isinstance(module, Gemms):  # a recipe that stays is told anew too: its rules now read names of this model
             module.recipe = module.recipe if recipe is None else recipe
     return plan
 
