@@ -82,17 +82,19 @@ def recipes_of(arguments: Sequence[str], ablate: Sequence[str] | None) -> dict[s
     """
     option = "--recipes"
     try:
-        named = {_label(argument): recipe_from_argument(argument) for argument in arguments}
+        given = [(_label(argument), recipe_from_argument(argument)) for argument in arguments]
         if ablate:
             option = "--ablate"
             first, second = ablate
             ours, theirs = recipe_from_argument(first), recipe_from_argument(second)
-            changed = {f"{_label(first)} with {what}": r for what, r in ablations(ours, theirs).items()}
-            named |= {_label(first): ours, **changed, _label(second): theirs}
+            changed = [(f"{_label(first)} with {what}", recipe) for what, recipe in ablations(ours, theirs).items()]
+            given += [(_label(first), ours), *changed, (_label(second), theirs)]
     except ValueError as error:
         raise InputError(f"{option}: {error}") from error
-    if len(set(map(_label, arguments))) < len(arguments):
-        raise InputError(f"--recipes must have different names, got {', '.join(map(_label, arguments))}")
+    named: dict[str, Recipe] = {}
+    for label, recipe in given:
+        if identity(named.setdefault(label, recipe)) != identity(recipe):
+            raise InputError(f"--recipes and --ablate must have different names, got {label!r} twice; rename a file")
     kept: dict[str, Recipe] = {"the baseline": HIGH_PRECISION}
     equals: dict[str, str] = {}
     for label, recipe in named.items():

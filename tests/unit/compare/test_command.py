@@ -326,17 +326,22 @@ def test_fields_that_differ_are_compared_one_at_a_time(folder: Path, capsys) -> 
         (["--model=garbage"], "transformers cannot read garbage/config.json: "),
         (["--out=text.txt"], "text.txt cannot be written to (File exists); give another --out"),
         (["--out=text.txt/a"], "text.txt/a cannot be written to (Not a directory); give another --out"),
+        (
+            ["--ablate", "nvfp4", "mine.json", "--recipes", "other/mine.json"],
+            "must have different names, got 'mine' twice; rename a file",
+        ),
         (["--ablate", "nvfp4", "nvfp4"], "there is nothing to change"),
         (["--runs", "nowhere"], "there is no folder nowhere"),
     ],
 )
 def test_bad_input_gets_one_line_before_anything_is_spent(change: list[str], said: str, folder: Path, capsys) -> None:
-    for name, file in (("empty", "none"), ("garbage", "config.json"), ("tokens", "tokenizer.json")):
+    for name, file in (("empty", "none"), ("garbage", "config.json"), ("tokens", "tokenizer.json"), ("other", "none")):
         (folder / name).mkdir()
         (folder / name / file).write_text('{"a": 1}')
     CONFIGURATIONS["llama"]().save_pretrained(folder / "tokens")
     transformers.ViTConfig().save_pretrained(folder / "pictures")
     (folder / "no_python.py").write_text("def make(:")
+    (folder / "other" / "mine.json").write_text(zoo.make("mxfp8").to_json())
     (folder / "rules.json").write_text(RuledRecipe(zoo.make("nvfp4"), (Rule(zoo.make("mxfp8"), "absent"),)).to_json())
     assert said in refused(capsys, *QUICK, *change)
     assert not list(folder.rglob("*.part"))
