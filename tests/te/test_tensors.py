@@ -1,6 +1,7 @@
 """Hybrid and identity tensors, and what is stored of either in a module and in a file."""
 
 import io
+import pickle
 
 import pytest
 import torch
@@ -454,6 +455,16 @@ def test_axes_of_a_hybrid_change_places_too() -> None:
     tensor = quantizer(torch.randn(32, 32))
     assert torch.equal(tensor.T.dequantize(), tensor.dequantize().T)
     assert torch.equal(tensor.T.T.dequantize(), tensor.dequantize())
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_pickles_are_read(name: str) -> None:
+    tensor = torch.nn.Parameter(ALL[name](torch.randn(128, 256)))
+    again = pickle.loads(pickle.dumps(tensor))
+    assert isinstance(again, torch.nn.Parameter) and torch.equal(again.dequantize(), tensor.dequantize())
+    for made, expected in zip(again.tensors(), tensor.tensors(), strict=True):
+        assert torch.equal(made, expected)
+    assert torch.equal(again.make_rowwise().amax, tensor.make_rowwise().amax)
 
 
 @pytest.mark.parametrize("name", ALL)

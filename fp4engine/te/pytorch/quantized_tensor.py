@@ -361,12 +361,14 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: igno
         return False
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        sources = {name: remembered(tensor) for name, tensor in self._tensors().items() if tensor is not None}
+        # As bytes, and not on the tensors: PyTorch does not read a pickle of E8M0.
         kept = {
-            name: source
-            for name, tensor in self._tensors().items()
-            if tensor is not None and (source := remembered(tensor)) is not None
+            name: (source.view(torch.uint8), source.dtype) for name, source in sources.items() if source is not None
         }
-        whole = type(self), self.shape, self.dtype, self.get_metadata()
+        metadata = self.get_metadata().items()
+        stored = {name: value.detach() if isinstance(value, Tensor) else value for name, value in metadata}
+        whole = type(self), self.shape, self.dtype, stored
         return rebuild, (*whole, self.requires_grad, isinstance(self, torch.nn.Parameter), kept)
 
 
@@ -386,12 +388,12 @@ def rebuild(
     metadata: dict[str, Any],
     requires_grad: bool,
     is_parameter: bool,
-    kept: dict[str, Tensor],
+    kept: dict[str, Any],
 ) -> Any:
-    """The tensor or parameter that was pickled."""
+    """The tensor or parameter that was pickled; earlier files have what is ``kept`` as tensors."""
     tensor = cls(shape, dtype, **metadata)
     for name, source in kept.items():
-        remember(getattr(tensor, name), source)
+        remember(getattr(tensor, name), source if isinstance(source, Tensor) else source[0].view(source[1]))
     if is_parameter:
         return torch.nn.Parameter(tensor, requires_grad)
     return tensor.requires_grad_(requires_grad)
