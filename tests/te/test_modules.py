@@ -524,6 +524,9 @@ def test_the_first_gradient_overwrites_whichever_microbatch_it_is_of() -> None:
             lambda: te.parallel_cross_entropy(torch.ones(1, 1, 2), torch.zeros(1, 1, dtype=torch.int64), -1.0),
             "label_smoothing must be a number from 0 to 1, got -1.0",
         ),
+        (lambda: te.Fp8Padding(2, 16)(torch.ones(8, 4), [3, 3]), "m_splits must be counts of slices that have 8 rows"),
+        (lambda: te.Fp8Padding(2, 16)(torch.ones(8, 4), [-1, 9]), "m_splits must be counts .* got [-1, 9]"),
+        (lambda: te.Fp8Unpadding(2, 16)(torch.ones(8, 4), [3, 5]), "m_splits must be counts .* got [3, 5]"),
         (lambda: te.Fp8Padding(2, align_size=0), "align_size must be an integer of at least 1, got 0"),
         (lambda: te.checkpoint("x", torch.ones(2)), "function must be a function, got 'x'"),
         (

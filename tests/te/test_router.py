@@ -143,3 +143,24 @@ def test_a_scaling_factor_of_zero_is_one() -> None:
     """And no lack of one."""
     gates, chosen = fused_topk_with_score_function(torch.randn(2, 4), 2, False, None, None, 0.0, "softmax", None)
     assert not gates.any() and chosen.sum() == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"topk": 9}, "topk must be an integer from 1 to 8, got 9"),
+        ({"topk": 0}, "topk must be an integer from 1 to 8, got 0"),
+        ({"expert_bias": torch.ones(3)}, r"expert_bias must be \[8\], got \[3\]"),
+        (
+            {"topk_indices": torch.zeros(4, 3).long()},
+            r"topk_indices must be integers \[4, 2\], got torch.int64 \[4, 3\]",
+        ),
+        ({"topk_indices": torch.zeros(4, 2)}, r"topk_indices must be integers \[4, 2\], got torch.float32 \[4, 2\]"),
+    ],
+)
+def test_what_does_not_fit_the_experts_is_refused(arguments, said) -> None:
+    given = {"topk": 2, "score_function": "sigmoid", "expert_bias": None, **arguments}
+    with pytest.raises(ValueError, match=said):
+        fused_topk_with_score_function(
+            torch.randn(4, 8), use_pre_softmax=False, num_groups=None, group_topk=None, scaling_factor=None, **given
+        )

@@ -24,8 +24,13 @@ class Fp8Padding(torch.nn.Module):
         self.num_gemms, self.align_size = num_gemms, align_size
 
     def forward(self, inp: Tensor, m_splits: list[int]) -> tuple[Tensor, list[int]]:
-        """The padded rows, and how many each slice has."""
+        """The padded rows, and how many each slice has.
+
+        Raises:
+            ValueError: the counts of ``m_splits`` are not those of the rows of ``inp``.
+        """
         padded = self._padded(m_splits)
+        _require_rows(inp, m_splits, m_splits)
         if padded == list(m_splits):
             return inp, m_splits
         parts = inp.split(list(m_splits))
@@ -38,15 +43,28 @@ class Fp8Padding(torch.nn.Module):
         if self.align_size is None:
             self.align_size = get_align_size_for_quantization(FP8GlobalStateManager.get_fp8_recipe())
         size = self.align_size
-        return [-(-rows // size) * size for rows in m_splits]
+        return [-(-int(rows) // size) * size for rows in m_splits]
+
+
+def _require_rows(inp: Tensor, counts: Sequence[int], m_splits: Sequence[int]) -> None:
+    if min(counts, default=0) < 0 or sum(counts) != inp.shape[0]:
+        raise ValueError(
+            f"m_splits must be counts of slices that have {inp.shape[0]} rows in all, with padding where it is there, "
+            f"got {list(m_splits)}"
+        )
 
 
 class Fp8Unpadding(Fp8Padding):
     """The inverse of :class:`Fp8Padding`."""
 
     def forward(self, inp: Tensor, m_splits: list[int]) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The rows without padding; ``m_splits`` are the counts without it."""
+        """The rows without padding; ``m_splits`` are the counts without it.
+
+        Raises:
+            ValueError: ``inp`` has not as many rows as slices of these counts with padding.
+        """
         padded = self._padded(m_splits)
+        _require_rows(inp, padded, m_splits)
         if padded == list(m_splits):
             return inp
         parts = inp.split(padded)

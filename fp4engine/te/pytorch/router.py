@@ -58,7 +58,8 @@ def fused_topk_with_score_function(
 
     Raises:
         ValueError: another ``score_function``; ``expert_bias`` beside ``"softmax"``; one of ``num_groups`` and
-            ``group_topk`` without the other, or such that do not fit the experts or ``topk``.
+            ``group_topk`` without the other, or such that do not fit the experts or ``topk``; more experts asked for
+            than there are, or tensors of other shapes.
         NotImplementedError: another format, or a histogram.
     """
     require_one_of("score_function", score_function, SCORE_FUNCTIONS)
@@ -72,6 +73,15 @@ def fused_topk_with_score_function(
         raise ValueError(
             "expert_bias needs score_function='sigmoid' or 'sqrtsoftplus', got score_function='softmax'; leave it out"
         )
+    experts = logits.shape[-1]
+    topk = require_integer("topk", topk, 1, experts)
+    if expert_bias is not None and tuple(expert_bias.shape) != (experts,):
+        raise ValueError(f"expert_bias must be [{experts}], got {list(expert_bias.shape)}")
+    if topk_indices is not None and (
+        topk_indices.is_floating_point() or tuple(topk_indices.shape) != (*logits.shape[:-1], topk)
+    ):
+        got = f"{topk_indices.dtype} {list(topk_indices.shape)}"
+        raise ValueError(f"topk_indices must be integers {[*logits.shape[:-1], topk]}, got {got}")
     is_late = score_function == "softmax" and not use_pre_softmax
     scores = logits.float() if is_late else _scores(logits, score_function)
     biased = scores if expert_bias is None else scores + expert_bias
@@ -101,6 +111,7 @@ def fused_compute_score_for_moe_aux_loss(
     scores = _scores(logits, score_function)
     if score_function != "softmax":
         scores = _shares(scores)
+    topk = require_integer("topk", topk, 1, logits.shape[-1])
     return _routing_map(scores.topk(topk, dim=-1).indices, logits), scores
 
 
