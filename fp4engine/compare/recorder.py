@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fp4engine.arguments import require_integer, require_path, shown
 from fp4engine.compare.files import InputError, read_rows, sync, write_atomically
-from fp4engine.inspect.reading import stamp
+from fp4engine.inspect.reading import append, stamp
 from fp4engine.recipe import LinearRecipe, Recipe, recipe_from_argument
 from fp4engine.recipe.base import require_recipe
 from fp4engine.recipe.identity import digest, identity
@@ -191,9 +191,7 @@ class Recorder:
                 f"{self.part} is not as this recorder left it: another one makes the same run ({self.run}), or the "
                 "file was moved; runs at the same time need a seed, a setting, an extra or a folder of their own"
             )
-        with self.part.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
-        self._left = stamp(self.part)
+        self._left = append(self.part, (json.dumps(row) + "\n" for row in rows))
 
     def step(self, loss: Tensor | float, at: int | None = None) -> None:
         """Count a step, and note its training loss: a number, or a tensor of one, which is not waited for.
@@ -231,19 +229,19 @@ class Recorder:
 
     def flush(self) -> None:
         """Write what waits, and look for losses that are not finite."""
-        rows, self._pending = self._pending, []
-        self._written = time.perf_counter()
+        rows, self._written = self._pending, time.perf_counter()
         tensors = [row["loss"] for row in rows if isinstance(row.get("loss"), Tensor)]
         values = iter(torch.stack([loss.reshape(()) for loss in tensors]).tolist() if tensors else [])
         for row in rows:
             for name in ("loss", "validation_loss"):
                 if name in row:
                     row[name] = next(values) if isinstance(row[name], Tensor) else row[name]
-                    if not math.isfinite(row[name]):
+                    if row[name] is not None and not math.isfinite(row[name]):
                         self.diverged_at = row["step"] if self.diverged_at is None else self.diverged_at
                         row[name] = None
         if rows and self._writes:
             self._append(rows)
+        self._pending = []
 
     def sync(self) -> None:
         """Have on disk what was noted so far; to be called before a checkpoint is written."""

@@ -5,7 +5,7 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,23 @@ def stamp(file: Path) -> tuple[int, int] | None:
         return None
     stat = file.stat()
     return stat.st_ino, stat.st_size
+
+
+def append(file: Path, lines: Iterable[str]) -> tuple[int, int] | None:
+    """Append ``lines`` to ``file``, all of them or none; returns its new :func:`stamp`.
+
+    Raises:
+        OSError: the disk is full, for instance; it names the file, which is then as it was.
+    """
+    before = file.stat().st_size if file.exists() else 0
+    try:
+        with file.open("a", encoding="utf-8") as opened:
+            opened.writelines(lines)
+    except OSError as error:
+        if file.exists():
+            os.truncate(file, before)
+        raise OSError(error.errno, error.strerror, str(file)) from error
+    return stamp(file)
 
 
 def cut_unfinished_line(file: Path) -> None:

@@ -22,7 +22,7 @@ from fp4engine.accounting.planned import linear_shape
 from fp4engine.arguments import require_bool, require_integer, require_model, require_path, require_patterns
 from fp4engine.formats import CastSpec
 from fp4engine.inspect import statistics
-from fp4engine.inspect.reading import FILE, cut_unfinished_line, stamp
+from fp4engine.inspect.reading import FILE, append, cut_unfinished_line, stamp
 from fp4engine.inspect.rows import Row, described, has_process_group
 from fp4engine.inspect.statistics import Counted, Figures
 from fp4engine.inspect.watch import Seen, Spread, drawn, layers_of, watching
@@ -172,9 +172,7 @@ class Recorder:
                 f"{self.path} is not as this region of inspect.record left it: another one writes there too, or the "
                 "file was moved; runs at the same time need folders of their own"
             )
-        with self.path.open("a", encoding="utf-8") as file:
-            file.writelines(lines)
-        self._left = stamp(self.path)
+        self._left = append(self.path, lines)
         if self._writer is not None:
             self._writer.flush()
 

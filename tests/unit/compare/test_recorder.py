@@ -2,6 +2,7 @@
 
 import errno
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from fp4engine.compare import Recorder, Run, read, read_folders
 from fp4engine.compare.comparison import compare
 from fp4engine.compare.files import read_rows
 from fp4engine.recipe import zoo
+from tests.disk import full_disk
 from tests.ranks import process_group, spawn
 from tests.tiny import llama
 from tests.tiny_task import TinyTask, trained
@@ -95,6 +97,20 @@ def test_the_first_of_several_ranks_writes(tmp_path) -> None:
     spawn(record, (str(tmp_path),), 2)
     (result,) = read_folders([tmp_path / "runs"])
     assert result.losses == ((1, 2.0),) and result.loss == 1.5
+
+
+def test_rows_that_a_full_disk_cuts_off_are_written_later(tmp_path) -> None:
+    """The file was left with half a row, the others were dropped, and nothing said which file it was."""
+    with Recorder(tmp_path) as run:
+        run.step(torch.tensor(torch.nan))
+        run.step(2.0)
+        begun = run.part.read_text()
+        with full_disk(run.part, 10), pytest.raises(OSError, match=re.escape(str(run.part))):
+            run.flush()
+        assert run.part.read_text() == begun
+        run.step(3.0)
+    assert [row["loss"] for row in read_rows(run.path) if "loss" in row] == [None, 2.0, 3.0]
+    assert read(run.path).end["diverged_at"] == 1
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -29,6 +29,7 @@ from fp4engine.inspect.watch import layers_of, watching
 from fp4engine.ops import Operand
 from fp4engine.recipe import Casts, LinearRecipe, Rule, RuledRecipe, zoo
 from fp4engine.reference.rounding import decode
+from tests.disk import full_disk
 from tests.optimizers import Decaying, Lookahead, Wrapping
 
 
@@ -326,6 +327,17 @@ def test_two_runs_at_once_do_not_share_a_folder(tmp_path: Path) -> None:
                 model(torch.randn(4, 48)).sum().backward()
             step()
     assert {row["line"] for row in inspect.read(tmp_path) if row["kind"] == "run"} == {1, 2}
+
+
+def test_a_disk_that_fills_is_named_and_no_row_is_cut_off(tmp_path: Path) -> None:
+    model, record = make_model(), tmp_path / "record.jsonl"
+    named = pytest.raises(OSError, match=re.escape(str(record)))
+    with named, inspect.record(model, tmp_path, every=1, optimizer="by hand") as recorder, full_disk(record, 5000):
+        for _ in range(2):
+            with fp4engine.autocast():
+                model(torch.randn(4, 48)).sum().backward()
+            recorder.step()
+    assert record.read_text().endswith("\n") and inspect.read(tmp_path)
 
 
 def test_a_line_that_a_killed_process_has_not_finished_is_left_out(tmp_path: Path) -> None:
