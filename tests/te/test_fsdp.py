@@ -117,6 +117,34 @@ def test_weights_with_values_are_sharded_as_they_are(tmp_path: Path) -> None:
     spawn(shard_what_is_there, (str(tmp_path),), WORLD)
 
 
+def communicate(rank: int, folder: str) -> None:
+    with process_group(rank, WORLD, f"{folder}/store", "gloo"):
+        torch.manual_seed(rank)
+        tensor = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3)(torch.randn(32, 32))
+        values, parts = tensor.dequantize(), [torch.zeros(32, 32) for _ in range(WORLD)]
+        for write in (
+            lambda: dist.broadcast(tensor, 0),
+            lambda: dist.all_reduce(tensor),
+            lambda: dist.scatter(tensor, parts if rank == 0 else None),
+            lambda: dist.all_to_all_single(tensor, parts[0]),
+            lambda: dist.recv(tensor, 1 - rank),
+        ):
+            with pytest.raises(
+                RuntimeError, match="which writes into its tensors, of a tensor that is stored as codes"
+            ):
+                write()
+        dist.all_gather(parts, tensor)
+        assert torch.equal(parts[rank], values) and not torch.equal(parts[0], parts[1])
+        dist.broadcast(values, 0)
+        tensor.copy_(values)
+        assert torch.equal(tensor.dequantize(), parts[0])
+
+
+def test_what_ranks_would_write_into_codes_is_refused(tmp_path: Path) -> None:
+    """It was written into decoded values, and lost: after a broadcast each rank had its own tensor."""
+    spawn(communicate, (str(tmp_path),), WORLD)
+
+
 def refuse(rank: int, folder: str) -> None:
     with process_group(rank, WORLD, f"{folder}/store", "gloo"):
         for name, multiple in (("mxfp8", 32), ("nvfp4", 16)):

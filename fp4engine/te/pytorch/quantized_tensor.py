@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from fp4engine.arguments import require_data
 from fp4engine.modules.quantized_weight import QuantizedWeight, taken_apart
@@ -301,6 +301,10 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: igno
                 raise RuntimeError(
                     f"{func} is not implemented for a tensor that is stored as codes: it keeps its shape"
                 )
+        # Collectives write into what they are given first, of which their schemas say nothing.
+        is_written = func.namespace == "c10d" and func._opname != "send"
+        if is_written and any(isinstance(leaf, QuantizedTensor) for leaf in tree_leaves(args[:1])):
+            raise lost(f"{func}, which writes into its tensors,")
         plain_args, plain_kwargs = tree_map(_values, (tuple(args), kwargs))
         result = func(*plain_args, **plain_kwargs)
         for index, argument in enumerate(func._schema.arguments):
