@@ -83,7 +83,7 @@ def side(
 ) -> Side:
     """The operand ``matrix``, which is the transposed tensor where ``columnwise``."""
     if spec is None:
-        return Side(None, kept(matrix.T).T if columnwise else matrix)
+        return Side(None, kept(matrix.T).T if columnwise and role != "grad_output" else matrix)
     stream = ROLES.index(role) << 1 | columnwise | (0 if rng is None else rank << 8)
     values = matrix.clone(memory_format=torch.contiguous_format)
     amax = None
