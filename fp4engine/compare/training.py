@@ -34,6 +34,7 @@ from fp4engine.compare.loop import (
 )
 from fp4engine.compare.recorder import HIGH_PRECISION, Recorder, Run
 from fp4engine.compare.task import Task
+from fp4engine.inspect.one_pass import buffers_kept
 from fp4engine.inspect.search import keeping
 from fp4engine.modules import get_amax_history, set_amax_history
 from fp4engine.recipe import Recipe, ScheduledRecipe
@@ -278,22 +279,13 @@ class Training:
         """A region whose passes leave no trace: random streams, buffers, amaxes of delayed scaling are as before."""
         with self.alone():
             before = get_rng_state(), generator_states(), get_amax_history(self.model)
-            buffers = [
-                (module._buffers, name, buffer, buffer.clone())
-                for module in self.model.modules()
-                for name, buffer in module._buffers.items()
-                if buffer is not None
-            ]
             try:
-                yield
+                with buffers_kept(self.model):
+                    yield
             finally:
                 set_rng_state(before[0])
                 set_generator_states(before[1])
                 set_amax_history(self.model, before[2])
-                for owned, name, buffer, value in buffers:
-                    owned[name] = buffer
-                    if not torch.equal(buffer, value):  # a constant may be a view that cannot be written
-                        buffer.copy_(value)
                 self.optimizer.zero_grad()
 
     def examine(self) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Which layers' rounding moves the loss, estimated from one pass over a few batches: no run per layer."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -16,6 +17,24 @@ from fp4engine.roles import TensorType
 from fp4engine.state import autocast, get_rng_state, set_rng_state
 
 Batch = TypeVar("Batch")
+
+
+@contextmanager
+def buffers_kept(model: torch.nn.Module) -> Generator[None]:
+    """Region that leaves the buffers of ``model`` as they were, such as statistics of batches."""
+    before = [
+        (module._buffers, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    try:
+        yield
+    finally:
+        for owned, name, buffer, value in before:
+            owned[name] = buffer
+            if not torch.equal(buffer, value):  # a constant may be a view that cannot be written
+                buffer.copy_(value)
 
 
 @dataclass(frozen=True)
@@ -118,8 +137,8 @@ def one_pass(
     neither: :func:`sensitivity` finds that, by a run per layer.
 
     Each batch takes a forward and a backward pass in which the recipe's forward casts are in force and gradients are
-    in high precision, and one more product per layer. Gradients of parameters and fp4engine's random stream are left
-    as they were. Of a layer that runs twice in a pass, the first time counts.
+    in high precision, and one more product per layer. Gradients, buffers and random streams are left as they were. Of a
+    layer that runs twice in a pass, the first time counts.
 
     Args:
         model: a converted model in training mode, on one process.
@@ -153,13 +172,14 @@ def one_pass(
     layers, effects, losses = layers_of(model), _Effects(), list[float]()
     before = get_rng_state()
     try:
-        for batch in batches:
-            with eager_stance(), watching(layers, effects), autocast(enabled=True, recipe=forward):
-                value = loss(batch)
-                if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
-                    raise ValueError(f"loss must return one number with a gradient, got {shown(value)}")
-                torch.autograd.grad(value.reshape(()), trained, allow_unused=True)
-            losses.append(value.item())
+        with torch.random.fork_rng({p.device for p in trained if p.is_cuda}), buffers_kept(model):
+            for batch in batches:
+                with eager_stance(), watching(layers, effects), autocast(enabled=True, recipe=forward):
+                    value = loss(batch)
+                    if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
+                        raise ValueError(f"loss must return one number with a gradient, got {shown(value)}")
+                    torch.autograd.grad(value.reshape(()), trained, allow_unused=True)
+                losses.append(value.item())
     finally:
         set_rng_state(before)
     if not losses:

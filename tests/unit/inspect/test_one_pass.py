@@ -1,5 +1,6 @@
 """The effects of layers' rounding that one pass estimates, against sums written down again and against losses."""
 
+import copy
 import math
 
 import pytest
@@ -99,6 +100,15 @@ def test_nothing_is_left_behind() -> None:
     assert fp4engine.get_rng_state()["draws"].get("cpu", 0) == before["draws"].get("cpu", 0)
     for parameter, gradient, value in zip(model.parameters(), gradients, values, strict=True):
         assert parameter.grad is gradient and torch.equal(gradient, value)
+
+
+def test_a_pass_moves_no_statistics_and_no_dropout() -> None:
+    model = nn.Sequential(norm := nn.BatchNorm1d(WIDTH), nn.Dropout(0.5), nn.Linear(WIDTH, CLASSES))
+    fp4engine.convert(model)
+    before, stream = copy.deepcopy(norm.state_dict()), torch.get_rng_state()
+    inspect.one_pass(model, loss_of(model), [batch()], NVFP4, positions=ROWS)
+    assert torch.equal(torch.get_rng_state(), stream)
+    assert all(torch.equal(value, before[name]) for name, value in norm.state_dict().items())
 
 
 def test_a_frozen_layer_before_all_that_trains_is_said_to_have_no_gradient() -> None:
