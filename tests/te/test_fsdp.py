@@ -123,7 +123,7 @@ def communicate(rank: int, folder: str) -> None:
         tensor = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3)(torch.randn(32, 32))
         values, parts = tensor.dequantize(), [torch.zeros(32, 32) for _ in range(WORLD)]
         for write in (
-            lambda: dist.broadcast(tensor, 0),
+            lambda: dist.broadcast(tensor, 1 - rank),
             lambda: dist.all_reduce(tensor),
             lambda: dist.scatter(tensor, parts if rank == 0 else None),
             lambda: dist.all_to_all_single(tensor, parts[0]),
@@ -135,7 +135,7 @@ def communicate(rank: int, folder: str) -> None:
                 write()
         dist.all_gather(parts, tensor)
         assert torch.equal(parts[rank], values) and not torch.equal(parts[0], parts[1])
-        dist.broadcast(values, 0)
+        dist.broadcast(values if rank else tensor, 0)
         tensor.copy_(values)
         assert torch.equal(tensor.dequantize(), parts[0])
 

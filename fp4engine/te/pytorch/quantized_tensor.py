@@ -301,9 +301,7 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: igno
                 raise RuntimeError(
                     f"{func} is not implemented for a tensor that is stored as codes: it keeps its shape"
                 )
-        # Collectives write into what they are given first, of which their schemas say nothing.
-        is_written = func.namespace == "c10d" and func._opname != "send"
-        if is_written and any(isinstance(leaf, QuantizedTensor) for leaf in tree_leaves(args[:1])):
+        if func.namespace == "c10d" and _is_written(func._opname, args):
             raise lost(f"{func}, which writes into its tensors,")
         plain_args, plain_kwargs = tree_map(_values, (tuple(args), kwargs))
         result = func(*plain_args, **plain_kwargs)
@@ -378,6 +376,15 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: igno
 
 Part = tuple[torch.Size, dict[str, Any]]
 """The shape of a view, and the arguments of its constructor that differ from those of the tensor that it shows."""
+
+
+def _is_written(collective: str, args: Any) -> bool:
+    """Whether a collective of PyTorch's, whose schema does not say so, writes into a quantized tensor on this rank."""
+    if not any(isinstance(leaf, QuantizedTensor) for leaf in tree_leaves(args[:1])):
+        return False
+    if collective == "broadcast_":
+        return torch.distributed.ProcessGroup.unbox(args[1]).rank() != args[2]
+    return collective != "send"
 
 
 def listed(made: Any) -> list[Tensor]:
