@@ -349,6 +349,18 @@ def test_products_inside_a_backward_override_are_counted_once() -> None:
     assert sum(report.others.values()) == report.flops["high_precision"] == 5 * product
 
 
+def test_of_two_branches_the_larger_is_counted_and_the_choice_is_named() -> None:
+    """As PyTorch's counter means it, which adds both up where it has counted the operator before."""
+
+    def step() -> None:
+        x = torch.ones(8, 16)
+        _ = x @ x.T
+        torch.cond(x.sum() > 0, lambda x: x @ x.T @ x, lambda x: x * (x @ x.T).sum(), (x,))
+
+    watched = watch(step)
+    assert watched.flops == {"aten.mm": 3 * 2 * 8 * 16 * 8} and watched.opaque == {"cond"}
+
+
 @pytest.mark.no_poison
 def test_a_compiled_model_runs_eagerly_while_it_is_counted() -> None:
     model = Model()
