@@ -241,6 +241,34 @@ def test_a_cache_keeps_the_tokens_that_the_step_was_told_of() -> None:
 
 
 @pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"num_heads_kv": HEADS}, "num_heads_kv=4, got keys and values of num_heads_kv=2"),
+        ({"head_dim_k": 4}, "head_dim_k=4, got keys and values of head_dim_k=8"),
+        ({"head_dim_k": SIZE, "head_dim_v": 4}, "head_dim_v=4, got keys and values of head_dim_v=8"),
+        ({"dtype": torch.bfloat16}, "dtype=torch.bfloat16, got keys and values of dtype=torch.float32"),
+        ({"num_heads_kv": "two"}, "num_heads_kv must be an integer of at least 1, got 'two'"),
+        ({"dtype": "bf16"}, "dtype must be a torch.dtype or None, got 'bf16'"),
+        ({"qkv_format": "bhsd"}, "qkv_format must be one of"),
+    ],
+)
+def test_a_cache_takes_the_keys_and_values_that_it_was_made_for(arguments, said) -> None:
+    with pytest.raises(ValueError, match=said):
+        cache = InferenceParams(2, 16, **arguments)
+        cache.pre_step(OrderedDict({0: 6, 1: 6}))
+        make()(*qkv(), inference_params=cache)
+
+
+def test_a_cache_that_is_told_what_comes_takes_it() -> None:
+    told = InferenceParams(2, 16, num_heads_kv=GROUPS, head_dim_k=SIZE, dtype=torch.float32)
+    found = []
+    for cache in (told, InferenceParams(2, 16)):
+        cache.pre_step(OrderedDict({0: 6, 1: 6}))
+        found.append(make()(*qkv(), inference_params=cache))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"cu_seqlens_q": [0, 4, 14]}, r"cu_seqlens_q=\[0, 4, 14\] must be sequences .* within 10 tokens"),

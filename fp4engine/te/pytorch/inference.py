@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp4engine.arguments import require_integer
+from fp4engine.arguments import require_integer, require_one_of, shown
 from fp4engine.modules.te_arguments import te_device
+from fp4engine.te.pytorch.constants import QKV_FORMATS
 
 
 class InferenceParams:
@@ -15,11 +16,12 @@ class InferenceParams:
 
     Args:
         max_batch_size, max_sequence_length: what may not be exceeded.
-        num_heads_kv, head_dim_k, head_dim_v, dtype, max_ctx_len: told by the first keys and values that come.
-        is_paged, total_num_pages, page_size: how memory is handed out; here, as much as a sequence needs.
-        qkv_format: layout of what comes.
+        num_heads_kv, head_dim_k, head_dim_v, dtype: of all keys and values that come; None takes any.
+        is_paged, total_num_pages, page_size, max_ctx_len: how memory is handed out; here, as much as a sequence needs.
+        qkv_format: layout of what comes, which the attention knows.
 
     Raises:
+        ValueError: a size, dtype or layout that there is not.
         NotImplementedError: a cache manager of one's own.
     """
 
@@ -42,7 +44,14 @@ class InferenceParams:
             raise NotImplementedError("InferenceParams(custom_cache_manager=) is not implemented; leave it out")
         self.max_batch_size = require_integer("max_batch_size", max_batch_size, 1)
         self.max_sequence_length = require_integer("max_sequence_length", max_sequence_length, 1)
-        self.num_heads_kv, self.head_dim_k, self.head_dim_v = num_heads_kv, head_dim_k, head_dim_v or head_dim_k
+        head_dim_v = head_dim_k if head_dim_v is None else head_dim_v
+        for name, size in (("num_heads_kv", num_heads_kv), ("head_dim_k", head_dim_k), ("head_dim_v", head_dim_v)):
+            if size is not None:
+                require_integer(name, size, 1)
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise ValueError(f"dtype must be a torch.dtype or None, got {shown(dtype)}")
+        require_one_of("qkv_format", qkv_format, QKV_FORMATS)
+        self.num_heads_kv, self.head_dim_k, self.head_dim_v = num_heads_kv, head_dim_k, head_dim_v
         self.dtype, self.is_paged, self.page_size = dtype, is_paged, page_size
         self.total_num_pages, self.max_ctx_len = total_num_pages, max_ctx_len
         self.input_qkv_format = qkv_format
@@ -99,8 +108,15 @@ class InferenceParams:
         """All keys and values [T, G, D] of each sequence, with the new ones at their end.
 
         Raises:
-            ValueError: the layer has other lengths than :meth:`pre_step` was told, as where two layers have one number.
+            ValueError: they have other heads or another dtype than this was made for; the layer has other lengths than
+                :meth:`pre_step` was told, as where two layers have one number.
         """
+        for key, value in zip(new_k[:1], new_v[:1], strict=True):  # all are of one tensor
+            heads, head_dim_k = key.shape[1:]
+            come = {"num_heads_kv": heads, "head_dim_k": head_dim_k, "head_dim_v": value.shape[-1], "dtype": key.dtype}
+            for name, got in come.items():
+                if (told := getattr(self, name)) not in (None, got):
+                    raise ValueError(f"InferenceParams has {name}={told}, got keys and values of {name}={got}")
         layer = self.cache.setdefault(layer_number, {})
         whole: list[tuple[Tensor, Tensor]] = []
         for name, key, value in zip(self.sequences, new_k, new_v, strict=True):
