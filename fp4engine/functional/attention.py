@@ -3,6 +3,7 @@
 Legend: B batch, S query length, T key length, H query heads, G key-value groups, D head size.
 """
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -62,6 +63,14 @@ class AttentionMask:
     def reads_mask(self) -> bool:
         """True if :meth:`allowed` needs a mask tensor."""
         return "padding" in self.kind or self.kind == "arbitrary"
+
+    def warn_if_unread(self, attention_mask: object) -> None:
+        """Say that ``attention_mask`` is given, and that nothing reads it."""
+        if attention_mask is not None and not self.reads_mask and not torch.compiler.is_compiling():
+            warnings.warn(
+                f"attention_mask is not read under attn_mask_type={self.kind!r}; padding and arbitrary masks read it",
+                stacklevel=3,
+            )
 
     @property
     def window(self) -> tuple[int, int]:

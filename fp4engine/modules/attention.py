@@ -3,7 +3,6 @@
 Legend: S query length, T key length, B batch, H query heads, G key-value groups, D head size.
 """
 
-import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -229,11 +228,7 @@ class MultiheadAttention(torch.nn.Module):
             self.mask.window_size if window_size is None else window_size,
             self.mask.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal,
         )
-        if attention_mask is not None and not mask.reads_mask and not torch.compiler.is_compiling():
-            warnings.warn(
-                f"attention_mask is not read under attn_mask_type={mask.kind!r}; padding and arbitrary masks read it",
-                stacklevel=2,
-            )
+        mask.warn_if_unread(attention_mask)
         query, key, value, normalized = self._project(hidden_states, encoder_output, is_first_microbatch)
         query, key = self._position(query, key, rotary_pos_emb)
 

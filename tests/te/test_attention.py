@@ -268,6 +268,14 @@ def test_a_cache_that_is_told_what_comes_takes_it() -> None:
     assert torch.equal(*found)
 
 
+@pytest.mark.parametrize("kind", ["causal", "no_mask"])
+def test_a_mask_that_is_not_read_is_said_to_be_so(kind) -> None:
+    attend, mask = make(attn_mask_type=kind), torch.zeros(2, 1, 1, 6, dtype=torch.bool)
+    with pytest.warns(UserWarning, match=f"attention_mask is not read under attn_mask_type='{kind}'"):
+        found = attend(*qkv(), attention_mask=mask)
+    assert torch.equal(found, attend(*qkv()))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

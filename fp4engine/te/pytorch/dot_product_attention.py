@@ -128,7 +128,7 @@ class DotProductAttention(Placed, OnOneRank, ExtraState):
 
         Args:
             attention_mask: bool, True where NOT to attend; [B, 1, 1, T], or a pair for queries and keys, under padding
-                kinds; broadcastable to [B, H, S, T] under ``"arbitrary"``.
+                kinds; broadcastable to [B, H, S, T] under ``"arbitrary"``; not read under others, which warns.
             cu_seqlens_q, cu_seqlens_kv: int [B + 1], where sequences begin and end; in formats with a batch, their
                 lengths, in place of a padding mask.
             cu_seqlens_q_padded, cu_seqlens_kv_padded: where they begin if there is padding between them.
@@ -151,6 +151,7 @@ class DotProductAttention(Placed, OnOneRank, ExtraState):
         self._require_shapes(layout, *tensors)
         call, mask, cache = self._call_of(given), given["attention_mask"], given["inference_params"]
         ends_q, ends_kv = given["cu_seqlens_q"], given["cu_seqlens_kv"]
+        call.mask.warn_if_unread(mask)
         if cache is not None:
             if not isinstance(cache, InferenceParams):
                 raise ValueError(f"inference_params must be an InferenceParams or None, got {shown(cache)}")
@@ -264,6 +265,10 @@ class _Call(NamedTuple):
     dropout: float
     scale: float | None
 
+    @property
+    def mask(self) -> AttentionMask:
+        return AttentionMask(self.kind, self.window, self.diagonal)
+
     def of_sequence(self, index: int, count: int) -> "_Call":
         """The call for one of ``count`` sequences, with the slopes and the bias that are its own.
 
@@ -303,10 +308,9 @@ class _Call(NamedTuple):
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Masked) -> Tensor:
         """[B, H, S, D] by keys and values [B, G, T, D]; a query that may read nothing gives zeros."""
-        mask = AttentionMask(self.kind, self.window, self.diagonal)
         padded, masked = attention_mask if isinstance(attention_mask, tuple) else (None, attention_mask)
         asked: dict[str, Any] = {"bias": self.bias, "slopes": self.slopes, "dropout": self.dropout, "scale": self.scale}
-        context = attention(query, key, value, mask, masked, padded=padded, **asked)
+        context = attention(query, key, value, self.mask, masked, padded=padded, **asked)
         if padded is not None and "padding" in self.kind:
             context = context.masked_fill(padded.transpose(2, 3), 0.0)
         return context
