@@ -139,16 +139,17 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not hasattr(func, "decompose") or func._overloadpacket in self.counter.flop_registry:
+        if hasattr(func, "decompose") and func._overloadpacket not in self.counter.flop_registry:
+            with self:  # of what it is made of
+                output = func.decompose(*args, **kwargs)
+            if output is not NotImplemented:
+                return output
+            output = func(*args, **kwargs)
+        else:
             with self.counter:  # which begins at zero, and is not there for the thousands that multiply nothing
                 output = func(*args, **kwargs)
             if (flops := self.counter.flop_counts["Global"]) and not _is_called_from_ops():
                 self.seen.flops += Counter({str(packet): count for packet, count in flops.items()})
-        elif func._can_decompose():
-            with self:  # of what it is made of
-                return func.decompose(*args, **kwargs)
-        else:
-            output = func(*args, **kwargs)
         name = func.name() if hasattr(func, "name") else ""
         namespace = name.partition("::")[0]
         if name.partition(".")[0] in _WITHOUT_FORMULA or (name and namespace not in _TRANSPARENT):
