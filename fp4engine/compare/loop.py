@@ -50,7 +50,8 @@ def seed_generators(seed: int) -> None:
 
 def generator_states() -> dict[str, Any]:
     """The states of what :func:`seed_generators` seeds, as ``torch.save`` takes them."""
-    name, key, *rest = np.random.get_state()
+    numpy_state: Any = np.random.get_state()
+    name, key, *rest = numpy_state
     return {
         "torch_rng": torch.get_rng_state(),
         "cuda_rng": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,

@@ -67,8 +67,8 @@ def verify_checkpoint(
     Codes, block scales and outer scales are compared, byte for byte, with the operand that the recipe's quantizer makes
     of the whole weight. The package ``compressed_tensors``, which shares no code with this one, then decodes what is in
     the files: without the outer scale, where every product of element and block scale is exact, its values have to be
-    the same bits. Scales of inputs come from a calibration, which this does not repeat, and are compared with nothing but
-    those of siblings.
+    the same bits. Scales of inputs come from a calibration, which this does not repeat, and are compared with those of
+    siblings alone.
 
     Transformers loads the directory by ``from_pretrained`` alone and runs it. Then every weight that it decoded, and in
     FP32 the output of every block and the logits, are compared with the same model's under the weights that this

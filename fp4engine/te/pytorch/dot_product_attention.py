@@ -199,9 +199,9 @@ class DotProductAttention(Placed, OnOneRank, ExtraState):
             require_one_of("core_attention_bias_type", bias_type, ("no_bias", "post_scale_bias"))
         elif slopes is None:
             slopes = _slopes(heads, given["query_layer"].device)
-        shape = slopes.shape if isinstance(slopes, Tensor) else ()
+        shape = list(slopes.shape) if isinstance(slopes, Tensor) else []
         if slopes is not None and (len(shape) not in (1, 2) or shape[-1] != heads):
-            got = list(shape) if shape else shown(slopes)
+            got = shape or shown(slopes)
             raise ValueError(f"alibi_slopes must be a tensor [{heads}] or [batch, {heads}], got {got}")
         require_core_attention_bias(bias_type, bias)
         dropout = self.attention_dropout if self.training else 0.0
