@@ -34,6 +34,7 @@ from fp4engine.modules.adoption import (
     to_linear,
 )
 from fp4engine.modules.identity import forget_root, identify, require_rules, seen_names
+from fp4engine.modules.learned_scales import scales_of
 from fp4engine.modules.linear import own_attributes, own_forward
 from fp4engine.modules.plans import require_own_recipe
 from fp4engine.modules.torch_attention import TorchMultiheadAttention
@@ -80,7 +81,7 @@ def convert(
             fp4engine's already, modules cannot follow ``recipe`` outside regions (it is a schedule, or has delayed
             scaling), a rule of it matches no module, or one name of a module and not another, or another argument is
             of another kind; or nothing at all can be converted, and not because the arguments leave it alone. The model
-            is then as it was.
+            is then as it was. A ``recipe`` for weights that learn their scales, and would be cast twice.
     """
     require_own_recipe(recipe)
     plan = convert_for_regions(model, recipe, module_filter_fn, keep_high_precision, adapters)
@@ -113,6 +114,12 @@ def convert_for_regions(
     if module_filter_fn is not None:
         require_callable("module_filter_fn", module_filter_fn)
     require_bool("adapters", adapters)
+    learned = [name for name, module in model.named_modules() if scales_of(module) is not None]
+    if learned and recipe is not None:
+        raise ValueError(
+            f"recipe must be None while {learned[0]!r} learns the scales of its weight, as qat.prepare(learn=...) made "
+            f"it: it would cast what they decode to a second time, got {recipe!r}; call qat.finalize(model) first"
+        )
     patterns = require_patterns("keep_high_precision", keep_high_precision)
     adopted: list[nn.Module] = []
     try:

@@ -25,7 +25,7 @@ from fp4engine.functional.cast import require_castable
 from fp4engine.modules import Linear, QuantizedWeight
 from fp4engine.modules.gemms import Gemms
 from fp4engine.modules.inputs import cast_by_autocast, unusable_devices
-from fp4engine.modules.learned_scales import LearnedScales
+from fp4engine.modules.learned_scales import LearnedScales, scales_of
 from fp4engine.modules.shared_amax import SHARED_SCALES, require_shared_scales, share_amax, sibling_groups
 from fp4engine.modules.weight_places import weight_places
 from fp4engine.quantizers import IdentityQuantizer, Quantizer, make_quantizer
@@ -150,7 +150,7 @@ def finalize(model: nn.Module) -> StoredWeights:
             one, holds a NaN or an Inf. The model is then what it was.
     """
     require_model(model)
-    found = {name: (module, _scales_of(module)) for name, module in model.named_modules()}
+    found = {name: (module, scales_of(module)) for name, module in model.named_modules()}
     learned = {name: (module, scales) for name, (module, scales) in found.items() if scales is not None}
     if not learned:
         return quantize_weights(model)
@@ -241,14 +241,6 @@ class _InputsAlone:
 
     def __call__(self, role: QuantizerRole) -> Quantizer:
         return IdentityQuantizer() if role.tensor_type == "weight" else make_quantizer(self.recipe, role)
-
-
-def _scales_of(module: nn.Module) -> LearnedScales | None:
-    if not parametrize.is_parametrized(module, "weight"):
-        return None
-    chain: Any = module.parametrizations
-    (*_, last) = chain["weight"]
-    return last if isinstance(last, LearnedScales) else None
 
 
 def _stored(name: str, module: Any, scales: LearnedScales) -> QuantizedWeight:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from fp4engine.constants import E2M1_MAX, E4M3_MAX
 from fp4engine.formats import E2M1, CastSpec, RoundingMode
@@ -71,6 +72,15 @@ class LearnedScales(nn.Module):
         amax = self.outer.exp2().float()
         rows, cols = weight.shape
         return Operand(self.spec, rows, cols, pack(codes), scales.to(torch.float8_e4m3fn), amax)
+
+
+def scales_of(module: nn.Module) -> LearnedScales | None:
+    """Those that the weight of ``module`` learns; None if it learns none."""
+    if not is_parametrized(module, "weight"):
+        return None
+    chain: Any = module.parametrizations
+    (*_, last) = chain["weight"]
+    return last if isinstance(last, LearnedScales) else None
 
 
 def _cast(weight: Tensor, block: Tensor, outer: Tensor, spec: CastSpec) -> tuple[Tensor, Tensor, Tensor]:

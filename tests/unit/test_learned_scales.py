@@ -211,3 +211,22 @@ def test_what_has_no_scales_to_learn_is_refused() -> None:
     assert qat.parameter_groups(model, 1e-3)
     with pytest.raises(ValueError, match="tiles False beside a recipe"):
         qat.prepare(nn.Sequential(nn.Linear(32, 32)), NVFP4BlockScaling(), tiles=True)
+
+
+def test_weights_that_learn_their_scales_are_not_given_another_recipe() -> None:
+    """It would cast the decoded weights a second time, by the scales of their amaxes."""
+    model = nn.ModuleDict({name: nn.Linear(32, 32) for name in ("q_proj", "k_proj")})
+    qat.prepare(model, learn="block")
+    before = model["q_proj"].recipe
+    for again in (
+        lambda: qat.prepare(model),
+        lambda: qat.prepare(model, learn="outer"),
+        lambda: fp4engine.convert(model, NVFP4BlockScaling()),
+    ):
+        with pytest.raises(ValueError, match=r"'q_proj' learns the scales .* call qat.finalize\(model\) first"):
+            again()
+        assert model["q_proj"].recipe is before
+    fp4engine.convert(model)
+    assert model["q_proj"].recipe is before
+    qat.finalize(model)
+    fp4engine.convert(model, NVFP4BlockScaling())
