@@ -323,6 +323,29 @@ ALL = {**BLOCKS, "FP8": per_tensor()}
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("side", ["rowwise", "columnwise"])
+def test_an_update_drops_a_side_that_would_be_of_the_old_values(name: str, side: str) -> None:
+    quantizer, x, later = ALL[name].copy(), torch.randn(128, 256), torch.randn(128, 256)
+    tensor, kept = quantizer(x), quantizer(x)
+    quantizer.set_usage(rowwise=side == "rowwise", columnwise=side == "columnwise")
+    assert quantizer.update_quantized(later, tensor) is tensor
+    assert tensor.get_usages() == {"rowwise": side == "rowwise", "columnwise": side == "columnwise"}
+    assert torch.equal(tensor.dequantize(), quantizer(later).dequantize())
+    quantizer.update_quantized(later, kept, noop_flag=torch.ones(1))
+    assert kept.get_usages() == {"rowwise": True, "columnwise": True}
+
+
+def test_a_write_leaves_no_transpose_of_the_old_values() -> None:
+    quantizer = per_tensor()
+    quantizer.set_usage(columnwise=False)
+    weight, later = quantizer(torch.randn(32, 16)), torch.randn(32, 16)
+    weight.update_usage(columnwise_usage=True)
+    weight.copy_(later)
+    weight.update_usage(columnwise_usage=True)
+    assert torch.equal(weight._transpose, quantizer(later)._data.T)
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("side", ["rowwise", "columnwise"])
 @pytest.mark.parametrize("unseen", [False, True])
 def test_what_is_written_into_scales_is_decoded_and_multiplied(name: str, side: str, unseen: bool) -> None:
     quantizer, x = ALL[name].copy(), torch.randn(130, 260)

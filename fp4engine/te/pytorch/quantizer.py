@@ -195,7 +195,7 @@ class Quantizer(Value):
     def update_quantized(self, src: Tensor, dst: Any, *, noop_flag: Tensor | None = None) -> Any:
         """Let ``dst`` become ``src`` quantized, unless ``noop_flag`` holds something other than zero.
 
-        A side that is not in use does not change.
+        A side that is not in use is dropped, since it would still be of the old values; nothing changes if none is.
 
         Raises:
             ValueError, RuntimeError: as :meth:`require_target`.
@@ -205,6 +205,10 @@ class Quantizer(Value):
         if is_used and (noop_flag is None or not bool(noop_flag.any())):
             made = self._operands(decoded(src.detach().to(dst.device)).view(dst.shape))
             dst._become(type(dst)._encoded(made, self))
+            dst.update_usage(
+                rowwise_usage=None if self.rowwise_usage else False,
+                columnwise_usage=None if self.columnwise_usage else False,
+            )
         return dst
 
     def make_empty(
