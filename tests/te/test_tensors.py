@@ -507,6 +507,21 @@ def test_a_part_is_copied_byte_for_byte(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("side", ["rowwise", "columnwise"])
+def test_a_copy_of_one_side_drops_the_other_one(name: str, side: str) -> None:
+    one = ALL[name].copy()
+    one.set_usage(rowwise=side == "rowwise", columnwise=side == "columnwise")
+    source, tensor = one(torch.randn(128, 256)), ALL[name](torch.randn(128, 256))
+    tensor.copy_from_storage(source)
+    assert tensor.get_usages() == source.get_usages()
+    assert torch.equal(tensor.dequantize(), source.dequantize())
+    one.set_usage(rowwise=side != "rowwise", columnwise=side != "columnwise")
+    with pytest.raises(RuntimeError, match=r"needs a side that both store, got .* here, and"):
+        tensor.copy_from_storage(one(torch.randn(128, 256)))
+    assert torch.equal(tensor.dequantize(), source.dequantize())
+
+
+@pytest.mark.parametrize("name", ALL)
 def test_a_tensor_of_one_side_is_copied_into_one_of_two(name: str) -> None:
     tensor, values = ALL[name](torch.randn(64, 256)), torch.randn(64, 256)
     source = ALL[name].copy()

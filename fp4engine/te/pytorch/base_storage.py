@@ -285,11 +285,11 @@ class QuantizedTensorStorage:
                 tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
     def copy_from_storage(self, src: "QuantizedTensorStorage") -> None:
-        """Copy what ``src`` stores, where this one stores it too.
+        """Copy the sides that both store, and drop one that ``src`` does not, since it would be of the old values.
 
         Raises:
             TypeError: ``src`` is of another kind.
-            RuntimeError: it is of this kind, and of another format or shape.
+            RuntimeError: it is of this kind, and of another format or shape, or they have no side in common.
         """
         kind = kind_of(type(self))
         if not isinstance(src, kind):
@@ -302,8 +302,13 @@ class QuantizedTensorStorage:
                 )
         if self.shape != src.shape:
             raise RuntimeError(f"shape mismatch in copy_from_storage: {list(self.shape)} here, and {list(src.shape)}")
+        here, there = self.get_usages(), src.get_usages()
+        lost = [side for side in here if here[side] and not there[side]]
+        if lost and not any(here[side] and there[side] for side in here):
+            raise RuntimeError(f"copy_from_storage needs a side that both store, got {here} here, and {there}")
         mine = self._tensors()
         self._become({name: tensor for name, tensor in src._padded().items() if mine[name] is not None})
+        self.update_usage(**{f"{side}_usage": False for side in lost})
 
     def prepare_for_saving(self) -> tuple[list[Tensor | None], "QuantizedTensorStorage"]:
         """The tensors, which are gone from here, and what :meth:`restore_from_saved` is called on."""
