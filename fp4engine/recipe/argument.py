@@ -22,8 +22,11 @@ def recipe_from_argument(argument: str) -> Recipe:
             will do too.
 
     Raises:
-        ValueError: there is no such row, file, module or name; the file holds no recipe; the function returns none.
+        ValueError: no string; there is no such row, file, module or name; the file holds no recipe; the function
+            returns none.
     """
+    if not isinstance(argument, str):
+        raise ValueError(f"argument must be a string that names a recipe, got {shown(argument)}")
     if argument in zoo.ZOO:
         return zoo.make(argument)
     path = Path(argument)

@@ -283,6 +283,17 @@ def require_recipe(recipe: Any) -> None:
         raise ValueError(f"recipe must be an fp4engine.recipe.Recipe ({maker} makes one) or None, got {recipe!r}")
 
 
+def require_recipes(**recipes: Any) -> None:
+    """Accept recipes alone.
+
+    Raises:
+        ValueError: the argument of a name is something else.
+    """
+    for name, recipe in recipes.items():
+        if not isinstance(recipe, Recipe):
+            raise ValueError(f"{name} must be an fp4engine.recipe.Recipe, got {recipe!r}")
+
+
 def numbered(number: str) -> Recipe:
     """The recipe with that number: the first of those that equal it.
 

@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any
 
 from fp4engine.formats import CastSpec, ElementFormat
-from fp4engine.recipe.base import Recipe, default_of
+from fp4engine.recipe.base import Recipe, default_of, require_recipes
 from fp4engine.recipe.casts import Casts
 from fp4engine.recipe.linear import GEMM_OPERANDS, LinearRecipe
 
@@ -65,8 +65,10 @@ def differences(first: Recipe, second: Recipe) -> dict[str, tuple[Any, Any]]:
     recipes of different classes by the casts of their three roles.
 
     Raises:
-        ValueError: recipes of different classes, of which one has no casts that are the same for all modules.
+        ValueError: no recipes, or some of different classes, of which one has no casts that are the same for all
+            modules.
     """
+    require_recipes(first=first, second=second)
     if type(first) is not type(second):
         first, second = as_casts(first), as_casts(second)
     ours, theirs = dict(_flat("", first)), dict(_flat("", second))

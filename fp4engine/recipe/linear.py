@@ -13,7 +13,7 @@ from typing import Any
 
 from fp4engine.arguments import require_integer, require_one_of
 from fp4engine.formats import UE5M3, CastSpec, Correction, Outer, OwnScaleRule, RoundingMode, Signs
-from fp4engine.recipe.base import Recipe, require_object
+from fp4engine.recipe.base import Recipe, require_object, require_recipes
 from fp4engine.recipe.casts import Casts, unsummable
 from fp4engine.roles import TENSOR_TYPES
 
@@ -229,9 +229,7 @@ def combine(forward: Recipe, backward: Recipe) -> LinearRecipe:
         ValueError: no recipe, one without casts of its own, or that scales by earlier steps; two different backends or
             accumulations.
     """
-    for name, recipe in (("forward", forward), ("backward", backward)):
-        if not isinstance(recipe, Recipe):
-            raise ValueError(f"{name} must be an fp4engine.recipe.Recipe, got {recipe!r}")
+    require_recipes(forward=forward, backward=backward)
     if forward.is_delayed or backward.is_delayed:
         raise ValueError(
             "combine takes recipes without memory: use Float8CurrentScaling in place of DelayedScaling, and "

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from fp4engine.arguments import require_callable
+from fp4engine.arguments import require_callable, require_integer
 from fp4engine.constants import E2M1_MAX, E4M3_BOUND_4OVER6, SR_GUARD
 from fp4engine.formats import (
     E1M2,
@@ -599,9 +599,12 @@ def nemo_rl_experts(blocks: int, recipe: Recipe | None = None) -> RuledRecipe:
         blocks: layers of the network; 48 in the published model.
         recipe: None is the framework's own, row ``nvfp4_forward_high_precision_backward``.
 
+    Raises:
+        ValueError: fewer than 4 blocks, or no recipe.
+
     Source: NVIDIA NeMo RL, pull request 3566, ``grpo-qwen3-30ba3b-base-8n4g-megatron-te-nvfp4-pertoken``.
     """
-    high = LinearRecipe()
+    high, blocks = LinearRecipe(), require_integer("blocks", blocks, 4)
     return RuledRecipe(
         high,
         (

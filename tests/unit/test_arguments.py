@@ -22,7 +22,17 @@ from fp4engine.inspect import bisect, sensitivity
 from fp4engine.integrations import TrainingState
 from fp4engine.modules.shared_amax import sibling_groups
 from fp4engine.optimizer_hooks import OsciReset, OutControl
-from fp4engine.recipe import Casts, CustomRecipe, DelayedScaling, NVFP4BlockScaling, Rule, combine, zoo
+from fp4engine.recipe import (
+    Casts,
+    CustomRecipe,
+    DelayedScaling,
+    NVFP4BlockScaling,
+    Rule,
+    combine,
+    differences,
+    recipe_from_argument,
+    zoo,
+)
 
 RECIPE = NVFP4BlockScaling()
 ROLE = fp4engine.QuantizerRole("linear", "input")
@@ -245,6 +255,11 @@ def test_what_is_no_recipe_is_named(name: str, recipe: object) -> None:
         (lambda: DelayedScaling(fp8_format="E4M3"), "fp8_format must be one of Format.HYBRID, Format.E4M3, .* 'E4M3'"),
         (lambda: zoo.Row(RECIPE, "here"), r"build must be a function, got NVFP4BlockScaling\(\)"),
         (lambda: combine(RECIPE, "nvfp4"), r"backward must be an fp4engine\.recipe\.Recipe, got 'nvfp4'"),
+        (lambda: differences(5, RECIPE), r"first must be an fp4engine\.recipe\.Recipe, got 5"),
+        (lambda: differences(RECIPE, "nvfp4"), r"second must be an fp4engine\.recipe\.Recipe, got 'nvfp4'"),
+        (lambda: differences(5, 5), r"first must be an fp4engine\.recipe\.Recipe, got 5"),
+        (lambda: recipe_from_argument(None), "argument must be a string that names a recipe, got None"),
+        (lambda: zoo.nemo_rl_experts("48"), "blocks must be an integer of at least 4, got '48'"),
         (lambda: Casts("e2m1"), r"rowwise must be an fp4engine\.formats\.CastSpec or None, got 'e2m1'"),
         (lambda: Casts(CastSpec(), clipped_gradient="no"), "clipped_gradient must be True or False, got 'no'"),
         (lambda: hybrid(rowwise_quantizer=None), "rowwise_quantizer must be a Quantizer, got None"),
