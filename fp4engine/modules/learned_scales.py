@@ -28,6 +28,7 @@ from fp4engine.formats import E2M1, CastSpec, RoundingMode
 from fp4engine.reference import pack
 from fp4engine.reference.rounding import decode, encode
 from fp4engine.reference.scaling import divide, element_encode_scale, encode_scale
+from fp4engine.state import current_state
 from fp4engine.tensor import Operand
 
 LEAST_SCALE = 2.0**-9
@@ -62,7 +63,17 @@ class LearnedScales(nn.Module):
         self.outer = outer
 
     def forward(self, weight: Tensor) -> Tensor:
-        """[N, K] -> [N, K], in the weight's dtype."""
+        """[N, K] -> [N, K], in the weight's dtype.
+
+        Raises:
+            RuntimeError: an autocast region is in force, by whose recipe the result would be cast a second time.
+        """
+        state = current_state()
+        if state is not None and state.enabled:
+            raise RuntimeError(
+                "a weight that learns its scales has its own recipe, and autocast would cast what it decodes to a "
+                f"second time by {state.recipe!r}; leave the region, or enter autocast(enabled=False)"
+            )
         return _Learned.apply(weight, self.block, self.outer, self.spec)
 
     @torch.no_grad()

@@ -230,3 +230,13 @@ def test_weights_that_learn_their_scales_are_not_given_another_recipe() -> None:
     assert model["q_proj"].recipe is before
     qat.finalize(model)
     fp4engine.convert(model, NVFP4BlockScaling())
+
+
+def test_weights_that_learn_their_scales_do_not_follow_regions() -> None:
+    model, x = nn.Sequential(nn.Linear(32, 32)), torch.randn(4, 32)
+    qat.prepare(model, learn="block")
+    with fp4engine.autocast(recipe=NVFP4BlockScaling()), pytest.raises(RuntimeError, match="has its own recipe, and"):
+        model(x)
+    with fp4engine.autocast(enabled=False):
+        assert torch.equal(model(x), nn.functional.linear(x, model[0].weight, model[0].bias))
+    assert torch.isfinite(model(x)).all()
