@@ -89,7 +89,7 @@ def side(
     amax = None
     if share is not None:
         amax = reference.amax(values, spec, rng, stream)
-        if spec.outer is Outer.TENSOR or (spec.outer is Outer.ROW and columnwise):  # whose rows all ranks have part of
+        if spec.outer is Outer.TENSOR or (spec.outer.is_by_rows and columnwise):  # whose rows all ranks have part of
             amax = share(amax)
     return Side(spec, values, reference.quantize(values, spec, amax=amax, rng=rng, stream=stream))
 
