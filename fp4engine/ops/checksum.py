@@ -33,11 +33,19 @@ def digest(x: Tensor) -> int | Tensor:
 
     Args:
         x: of any strides, with elements of 1, 2, 4 or 8 bytes.
+
+    Raises:
+        RuntimeError: a tensor on a CPU has no memory, as a fake one.
     """
     if is_known_at_once(x):
         dense = x.detach().resolve_neg().contiguous()
+        address = dense.data_ptr()
+        if not address and dense.nbytes:
+            raise RuntimeError(
+                f"a weight that is cached must have memory, whose bytes are compared, got a {type(x).__name__}"
+            )
         # Not through NumPy, after which PyTorch refuses to resize the storage, as FSDP2 does to let go of it.
-        return zlib.crc32((ctypes.c_char * dense.nbytes).from_address(dense.data_ptr()))
+        return zlib.crc32((ctypes.c_char * dense.nbytes).from_address(address))
     if not _has_kernel(x):
         return reference.checksum(x).sum()
     from fp4engine.kernels.checksum import checksums

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
@@ -374,3 +375,12 @@ def test_a_norms_eps_may_change(kind):
     norm, x = kind(16), torch.randn(4, 16)
     norm.eps = 0.5
     assert torch.equal(norm(x), kind(16, eps=0.5)(x))
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_a_weight_without_memory_is_no_unchanged_weight() -> None:
+    with FakeTensorMode():
+        weight = torch.empty(4, 32)
+        with pytest.raises(RuntimeError, match=r"must have memory.* got a FakeTensor"):
+            checksum.digest(weight)
+    assert checksum.digest(torch.empty(0, 32)) == 0
