@@ -146,7 +146,7 @@ class _Watch(TorchDispatchMode):
                 return output
             output = func(*args, **kwargs)
         else:
-            with self.counter:  # which begins at zero, and is not there for the thousands that multiply nothing
+            with self.counter:  # from zero; operators that multiply nothing do not pay for it
                 output = func(*args, **kwargs)
             if (flops := self.counter.flop_counts["Global"]) and not _is_called_from_ops():
                 self.seen.flops += Counter({str(packet): count for packet, count in flops.items()})

@@ -129,7 +129,7 @@ class Training:
                 checkpoint.load_weights(self.model, task.start[0])
             if extra := run.extra.get("draws", 0):
                 seed_generators(run.seed + extra)  # of dropout
-            self.known = {*self.model.parameters()}, self.model.state_dict().keys()
+            self.known = {*self.model.parameters()}, {*self.model.state_dict()}
             self.optimizer = make_optimizer(self.model)
             self.hooks = task.hooks(self.model, self.optimizer, run)
             self.compute = task.compute(self.model)
