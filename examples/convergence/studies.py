@@ -366,6 +366,8 @@ VARIANTS = {
     ),
     "nvfp4, CTA-local": dataclasses.replace(book("nvfp4_cta_local"), expected=1.15),
     "MXFP4, fixed signs": dataclasses.replace(book("mxfp4_fixed_sign"), expected=1.75),
+    "UE5M3, held": dataclasses.replace(book("ue5m3_held"), expected=1.08),
+    "RaZeR": dataclasses.replace(book("nvfp4_razer"), expected=0.76),
     "nvfp4, outer scale 10": dataclasses.replace(
         always(fixed_outer_scale(268.8), "the default, but fprop's outer scales are 10 for every tensor"), expected=1.02
     ),
@@ -534,6 +536,8 @@ STUDIES = {
             "nvfp4, CTA-local",
             "MXFP4, fixed signs",
             "nvfp4, outer scale 10",
+            "UE5M3, held",
+            "RaZeR",
         ),
     ),
 }
