@@ -521,6 +521,39 @@ def test_a_copy_of_one_side_drops_the_other_one(name: str, side: str) -> None:
     assert torch.equal(tensor.dequantize(), source.dequantize())
 
 
+def test_a_copy_of_one_side_of_a_hybrid_drops_the_other_one() -> None:
+    tensor, source = hybrid()(torch.zeros(32, 64)), hybrid()(torch.randn(32, 64))
+    source.update_usage(columnwise_usage=False)
+    tensor.copy_from_storage(source)
+    assert tensor.get_usages() == source.get_usages() and torch.equal(tensor.dequantize(), source.dequantize())
+    tensor, other = hybrid()(torch.zeros(32, 64)), hybrid(per_tensor())(torch.randn(32, 64))
+    with pytest.raises(TypeError, match="copy_from_storage expects NVFP4TensorStorage, got Float8Tensor"):
+        tensor.copy_from_storage(other)
+    assert not tensor.dequantize().any()
+
+
+SQUARE, RHT = {"with_2d_quantization": True}, {"with_rht": True}
+
+
+@pytest.mark.parametrize(
+    ("mine", "others", "message"),
+    [
+        (SQUARE, {}, "with_2d_quantization mismatch: True here, and False in the source"),
+        ({}, RHT, "with_rht mismatch: columnwise codes under None here, and under rht16-fixed in the source"),
+        (RHT, {**RHT, "with_random_sign_mask": False}, "under rht16-fixed here, and under rht16-none in the source"),
+    ],
+)
+def test_codes_that_would_be_read_as_others_are_not_copied(mine, others, message: str) -> None:
+    """What a product reads as columnwise codes is the cast of the values, of one stored side too."""
+    source, values = te.NVFP4Quantizer(**others)(torch.randn(32, 64)), torch.zeros(32, 64)
+    tensor, expected = (te.NVFP4Quantizer(**mine)(given) for given in (values, source.dequantize()))
+    with pytest.raises(RuntimeError, match=message):
+        tensor.copy_from_storage(source)
+    assert not tensor.dequantize().any()
+    tensor.copy_(source)
+    assert torch.equal(tensor.make_columnwise().dequantize(), expected.make_columnwise().dequantize())
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_a_tensor_of_one_side_is_copied_into_one_of_two(name: str) -> None:
     tensor, values = ALL[name](torch.randn(64, 256)), torch.randn(64, 256)

@@ -207,13 +207,17 @@ class QuantizedTensorStorage:
         """A value that is equal for storages of which one's sides can be copied to the other byte for byte."""
         return kind_of(type(self)), self.shape, {name: getattr(self, name) for name in self._WORDS}
 
+    def _misread(self, source: Any) -> str:
+        """What ``source``, of an equal :meth:`_form`, would be taken for byte for byte; empty if for what it is."""
+        return ""
+
     def _take(self, source: "QuantizedTensorStorage") -> bool:
         """Become ``source`` byte for byte, with all of its sides; False, and unchanged, where that takes a rounding.
 
         A side that only this storage has is made of the other one if it is its transpose: a module that has trained
         stores both, and one that is new may store one.
         """
-        if self._form() != source._form():
+        if self._form() != source._form() or self._misread(source):
             return False
         given = {name: tensor for name, tensor in source._padded().items() if tensor is not None}
         for side in self._SIDES:
@@ -291,6 +295,16 @@ class QuantizedTensorStorage:
             TypeError: ``src`` is of another kind.
             RuntimeError: it is of this kind, and of another format or shape, or they have no side in common.
         """
+        self._require_alike(src)
+        here, there = self.get_usages(), src.get_usages()
+        lost = [side for side in here if here[side] and not there[side]]
+        if lost and not any(here[side] and there[side] for side in here):
+            raise RuntimeError(f"copy_from_storage needs a side that both store, got {here} here, and {there}")
+        self._copy_sides(src)
+        self.update_usage(**{f"{side}_usage": False for side in lost})
+
+    def _require_alike(self, src: "QuantizedTensorStorage") -> None:
+        """Raise what :meth:`copy_from_storage` raises of two storages that have a side in common."""
         kind = kind_of(type(self))
         if not isinstance(src, kind):
             raise TypeError(f"copy_from_storage expects {kind.__name__}, got {type(src).__name__}")
@@ -302,13 +316,13 @@ class QuantizedTensorStorage:
                 )
         if self.shape != src.shape:
             raise RuntimeError(f"shape mismatch in copy_from_storage: {list(self.shape)} here, and {list(src.shape)}")
-        here, there = self.get_usages(), src.get_usages()
-        lost = [side for side in here if here[side] and not there[side]]
-        if lost and not any(here[side] and there[side] for side in here):
-            raise RuntimeError(f"copy_from_storage needs a side that both store, got {here} here, and {there}")
+        if misread := self._misread(src):
+            raise RuntimeError(f"copy_from_storage: {misread}")
+
+    def _copy_sides(self, src: "QuantizedTensorStorage") -> None:
+        """Copy the sides that both store."""
         mine = self._tensors()
         self._become({name: tensor for name, tensor in src._padded().items() if mine[name] is not None})
-        self.update_usage(**{f"{side}_usage": False for side in lost})
 
     def prepare_for_saving(self) -> tuple[list[Tensor | None], "QuantizedTensorStorage"]:
         """The tensors, which are gone from here, and what :meth:`restore_from_saved` is called on."""

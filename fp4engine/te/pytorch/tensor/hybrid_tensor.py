@@ -122,17 +122,19 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         for part in self._stored():
             part.clear()
 
-    def copy_from_storage(self, src: QuantizedTensorStorage) -> None:
-        """Copy codes and scales of the sides that both storages have.
-
-        Raises:
-            TypeError: ``src`` is no hybrid storage.
-        """
+    def _require_alike(self, src: QuantizedTensorStorage) -> None:
         if not isinstance(src, HybridQuantizedTensorStorage):
             raise TypeError(f"copy_from_storage expects HybridQuantizedTensorStorage, got {type(src).__name__}")
-        for side, theirs in src._parts().items():
-            if self.has(side):
-                self._parts()[side].copy_from_storage(theirs)
+        for mine, theirs in self._common(src):
+            mine._require_alike(theirs)
+
+    def _copy_sides(self, src: QuantizedTensorStorage) -> None:
+        for mine, theirs in self._common(src):
+            mine.copy_from_storage(theirs)
+
+    def _common(self, other: Any) -> list[tuple[Any, Any]]:
+        """The sides that both store."""
+        return [(part, other._parts()[side]) for side, part in self._parts().items() if other.has(side)]
 
     def prepare_for_saving(self) -> tuple[list[Tensor | None], QuantizedTensorStorage]:
         """Take the tensors out of both sides, and return them with this storage."""

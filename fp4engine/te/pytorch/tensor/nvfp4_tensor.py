@@ -114,6 +114,15 @@ class NVFP4TensorStorage(BlockStorage):
         by = self._quantizer
         return by is not None and by.with_2d_quantization and self._spec("rowwise") == self._spec("columnwise")
 
+    def _misread(self, source: Any) -> str:
+        """The transform of columnwise codes, and whether blocks are square, stand in the quantizers alone."""
+        if self._is_square() and not source._is_square():
+            return "with_2d_quantization mismatch: True here, and False in the source"
+        here, there = (storage._spec("columnwise").rotation for storage in (self, source))
+        if source.has("columnwise") and here != there:
+            return f"with_rht mismatch: columnwise codes under {here} here, and under {there} in the source"
+        return ""
+
     def _turned(self, side: str) -> dict[str, Tensor | None] | None:
         made, other = super()._turned(side), self._amax_columnwise if side == "rowwise" else self._amax_rowwise
         return None if made is None or other is None else {**made, f"_amax_{side}": other.clone()}
