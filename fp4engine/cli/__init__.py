@@ -10,6 +10,7 @@ import io
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from types import ModuleType
 from typing import Any, NoReturn
@@ -49,6 +50,9 @@ BAD_INPUT = 2
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it: 128 and the signal's number."""
 
+PIPE_CLOSED = 141
+"""Exit code where whoever read the output has left, so that no answer was given: 128 and SIGPIPE's number."""
+
 
 class Parser(argparse.ArgumentParser):
     """Reports bad arguments in one line on stderr, without repeating the usage."""
@@ -75,7 +79,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 for of_code in (SyntaxWarning, DeprecationWarning):  # for authors of what is imported, not for users
                     warnings.simplefilter("ignore", of_code)
                 warnings.showwarning = partial(_show_warning, arguments.command)
-            return arguments.run(arguments)
+            code = arguments.run(arguments)
+            _flush()
+            return code
     except KeyboardInterrupt as stopped:
         parser.exit(stopped.args[0] if stopped.args else INTERRUPTED, f"fp4engine {arguments.command}: stopped\n")
     except SystemExit as left:  # of somebody's code: its 0 would be the verdict of this command
@@ -89,10 +95,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             "; raise an error instead\n",
         )
     except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
-        sys.stderr.close()
-        return 0
+        with suppress(OSError):
+            _flush()
+        return PIPE_CLOSED
     except (ValueError, OSError) as error:
+        with suppress(OSError):
+            _flush()
         parser.exit(BAD_INPUT, f"fp4engine {arguments.command}: {'; '.join(str(error).splitlines())}\n")
+
+
+def _flush() -> None:
+    """Write out what was printed. Where that fails, the process shall not try again as it ends, and change its code."""
+    try:
+        if sys.stdout is not None and not sys.stdout.closed:
+            sys.stdout.flush()
+    except OSError:
+        sys.stdout = None
+        raise
 
 
 def _show_warning(command: str, message: Warning | str, *_: Any, **__: Any) -> None:

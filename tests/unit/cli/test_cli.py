@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import warnings
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,26 @@ def test_a_terminal_that_lacks_a_sign_gets_its_number(tmp_path) -> None:
     told = subprocess.run(command, env=environment, capture_output=True)
     assert (told.returncode, told.stderr) == (0, b"")
     assert b"gr\\udcc3" in told.stdout and b"e.json and nvfp4 are the same recipe" in told.stdout
+
+
+@pytest.mark.parametrize("buffering", [1, 1 << 16])
+@pytest.mark.parametrize("code", [2, 141])
+def test_an_answer_that_nobody_gets_is_no_yes(code: int, buffering: int, monkeypatch) -> None:
+    """Python's own code is 120 where the end of the process is what writes."""
+    if code == 2:
+        writing = os.open("/dev/full", os.O_WRONLY)
+    else:
+        reading, writing = os.pipe()
+        os.close(reading)
+    output = os.fdopen(writing, "w", buffering, encoding="utf-8")
+    monkeypatch.setattr(sys, "stdout", output)
+    try:
+        left = main(["recipes"])
+    except SystemExit as ended:
+        left = ended.code
+    assert left == code and (sys.stdout is None or not sys.stdout.flush())  # as Python does when it ends
+    with suppress(OSError):
+        output.close()
 
 
 def test_commands_run_without_what_only_export_needs(monkeypatch, capsys) -> None:
