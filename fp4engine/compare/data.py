@@ -99,7 +99,8 @@ def prepare(
         InputError: a path is not there, cannot be read or holds no text, or there is too little text.
     """
     files = [file for path in paths for file in _files(path, out)]
-    told = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    parts = [part for file in files for part in ([file] if file.is_file() else sorted(file.rglob("*")))]
+    told = [(str(part.resolve()), part.stat().st_size, part.stat().st_mtime_ns) for part in parts]
     identity = json.dumps([told, name, wanted, length, field])
     folder = out / "data" / hashlib.sha256(identity.encode()).hexdigest()[:16]
     unit = "byte" if name == "bytes" else "token"

@@ -71,6 +71,15 @@ def test_all_kinds_of_files_give_the_same_tokens(made, tmp_path) -> None:
     assert (tokens.folder / "training.npy").stat().st_mtime_ns == before
 
 
+def test_a_data_set_that_was_saved_again_is_other_text(tmp_path) -> None:
+    """The folder itself looks as before, since ``datasets`` writes into the files that are there."""
+    folder = as_data_set(tmp_path)
+    before = read(folder, tmp_path / "out")
+    (shard,) = folder.rglob("*.arrow")
+    shard.write_bytes(shard.read_bytes().replace(b"quick brown", b"brown quick"))
+    assert read(folder, tmp_path / "out").digest != before.digest
+
+
 def test_a_disk_that_fills_is_named(tmp_path, monkeypatch) -> None:
     (tmp_path / "a.txt").write_text("number " * 100)
 
