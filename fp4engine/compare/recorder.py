@@ -171,6 +171,8 @@ class Recorder:
         rows = [header]
         if self.steps:
             rows = [row for row in read_rows(self.part) if row.get("step", 0) <= self.steps]
+            lost = (row["step"] for row in rows for name in ("loss", "validation_loss") if row.get(name, 0) is None)
+            self.diverged_at = next(lost, None)
             noted = [row["step"] for row in rows if "loss" in row]
             if not noted or noted[-1] + noted[0] <= self.steps:  # the first one tells how many steps a row stands for
                 raise InputError(

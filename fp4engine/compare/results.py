@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fp4engine.arguments import is_number
 from fp4engine.compare.files import InputError, read_rows
 from fp4engine.compare.recorder import HIGH_PRECISION
 from fp4engine.recipe import Recipe
@@ -126,7 +127,7 @@ def read(path: Path) -> Result:
     end = rows.pop() if rows and rows[-1].get("kind") == "end" else None
     if end is None:
         raise InputError(f"{path} is damaged: it does not end with a line that says how the run ended; move it away")
-    losses, validation = _series(rows, "loss"), _series(rows, "validation_loss")
+    losses, validation = _series(path, rows, "loss"), _series(path, rows, "validation_loss")
     if not (losses or validation):
         raise InputError(f"{path} is damaged: it has no loss; move it away")
     for series in (losses, validation):
@@ -136,9 +137,13 @@ def read(path: Path) -> Result:
     return Result(path, header, losses, validation, tuple(others), end)
 
 
-def _series(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[tuple[int, float], ...]:
-    found = [(row.get("step"), row[name]) for row in rows if name in row]
-    return tuple((step, math.nan if loss is None else float(loss)) for step, loss in found if type(step) is int)
+def _series(path: Path, rows: Sequence[Mapping[str, Any]], name: str) -> tuple[tuple[int, float], ...]:
+    found: list[tuple[Any, Any]] = [(row.get("step"), row[name]) for row in rows if name in row]
+    for step, loss in found:
+        if type(step) is not int or not (loss is None or is_number(loss)):
+            said = f"{name} {loss!r:.80} after step {step!r:.80} is no number"
+            raise InputError(f"{path} is damaged: {said}; move it away")
+    return tuple((step, math.nan if loss is None else float(loss)) for step, loss in found)
 
 
 def _of_november(

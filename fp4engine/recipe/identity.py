@@ -21,7 +21,8 @@ def identity(recipe: Recipe) -> dict[str, Any]:
     changes no identity. A function, as in a ``CustomRecipe``, is its name and a hash of its source.
 
     Raises:
-        ValueError: a function whose source cannot be found, or another value that is no plain one.
+        ValueError: a function whose source cannot be found, or does not say all, as of a method of an object and of a
+            function within a function; another value that is no plain one.
     """
     return _plain(recipe)
 
@@ -36,6 +37,7 @@ def _plain(value: Any) -> Any:
         return value.name
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         kind = {"recipe": type(value).__name__} if isinstance(value, Recipe) else {}
+        kind |= {"code": _of_code(type(value))} if callable(value) else {}  # fields do not say what it computes
         fields = [(f, getattr(value, f.name)) for f in dataclasses.fields(value) if f.init]
         return kind | {f.name: _plain(part) for f, part in fields if part != default_of(f)}  # less defaults, as flags
     if isinstance(value, Enum):
@@ -51,6 +53,12 @@ def _plain(value: Any) -> Any:
 
 def _of_code(function: Callable[..., Any]) -> str:
     name = f"{getattr(function, '__module__', '?')}:{getattr(function, '__qualname__', repr(function))}"
+    is_bound = inspect.ismethod(function) and not isinstance(function.__self__, type)
+    if is_bound or getattr(function, "__closure__", None):
+        raise ValueError(
+            f"{name} depends on values that its source does not say, of its object or of a function around it; define "
+            "it at the top level of a file"
+        )
     try:
         source = inspect.getsource(function)
     except (TypeError, OSError) as error:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import random
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from fp4engine.compare.files import read_rows
 from fp4engine.compare.training import Places, Training, gradient_noise, train
 from fp4engine.recipe import Casts, CustomRecipe, LinearRecipe, NVFP4BlockScaling, ScheduledRecipe, zoo
 from fp4engine.recipe.base import Recipe
-from fp4engine.recipe.identity import _plain
+from fp4engine.recipe.identity import _plain, digest, identity
 from tests.tiny_task import TOKENS, WIDTH, Network, TinyTask, trained
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -280,11 +281,28 @@ def factory(role):
     raise AssertionError(role)
 
 
+@dataclass(frozen=True)
+class Factory:
+    bits: int
+
+    def __call__(self, role):
+        raise AssertionError(role)
+
+
+class OtherFactory(Factory):
+    pass
+
+
 def test_a_recipe_of_functions_is_known_by_their_source() -> None:
     key = Run("mine", CustomRecipe(factory), 0).identity({})["recipe"]["qfactory"]
     assert key.startswith("test_runs:factory#") or ":factory#" in key
     with pytest.raises(ValueError, match="has no source"):
         Run("mine", CustomRecipe(eval("lambda role: None")), 0).identity({})
+    made = [identity(CustomRecipe(kind(bits))) for kind in (Factory, OtherFactory) for bits in (4, 8)]
+    assert len({digest(of_one) for of_one in made}) == 4
+    for unsaid in (Factory(4).__call__, lambda role: made):
+        with pytest.raises(ValueError, match="depends on values that its source does not say"):
+            identity(CustomRecipe(unsaid))
 
 
 @pytest.mark.parametrize(
@@ -348,6 +366,18 @@ def test_a_recorder_goes_on_where_its_run_does(tmp_path) -> None:
     assert not list(tmp_path.glob("*.part"))
 
 
+def test_a_run_that_diverged_before_it_goes_on_has_diverged(tmp_path) -> None:
+    run = Recorder(tmp_path)
+    for loss in (3.0, float("inf"), 2.0):
+        run.step(loss)
+    run.flush()
+    run = Recorder(tmp_path, first_step=3)
+    assert run.diverged_at == 2
+    run.step(1.0)
+    run.finish()
+    assert read(run.path).diverged and read(run.path).end["diverged_at"] == 2
+
+
 @pytest.mark.parametrize("steps", [0, 1])
 def test_of_two_recorders_of_one_run_the_first_is_told(steps: int, tmp_path) -> None:
     """Each wrote into the other's file, and the losses of the one that ended later were lost without a word."""
@@ -394,6 +424,8 @@ def test_a_long_run_keeps_means_over_shares(tmp_path) -> None:
         (lambda lines: [lines[0], lines[-1]], "it has no loss"),
         (lambda lines: [*lines[:2], lines[1], *lines[2:]], "its steps do not rise"),
         (lambda lines: [*lines[:1], "[]", *lines[1:]], "a line is no object"),
+        (lambda lines: [line.replace("2.0", '"x"') for line in lines], "loss 'x' after step 2 is no number"),
+        (lambda lines: [line.replace('"step": 2', '"step": "2"') for line in lines], "loss 2.0 after step '2' is no"),
     ],
 )
 def test_a_damaged_file_is_named(change, said, tmp_path) -> None:
