@@ -86,7 +86,7 @@ def require_main_grad(weight: Tensor) -> Tensor:
         or main_grad.shape != weight.shape
         or main_grad.dtype not in (torch.float32, torch.bfloat16, torch.float16)
         or main_grad.device != weight.device
-        or main_grad.is_neg()
+        or (not torch.compiler.is_dynamo_compiling() and main_grad.is_neg())
         or not _has_rows(main_grad)
     ):
         got = main_grad

@@ -384,3 +384,18 @@ def test_recipes_come_as_arguments_of_one_compiled_function():
     for recipe in RECIPES:
         layer = fp4engine.Linear(32, 32)
         assert torch.equal(compiled(layer, x, recipe), forward(layer, x, recipe))
+
+
+@pytest.mark.no_poison
+def test_a_compiled_layer_adds_to_main_grad_in_one_graph():
+    torch._dynamo.reset()
+    layer, x = fp4engine.Linear(32, 32, fuse_wgrad_accumulation=True), torch.randn(16, 32)
+
+    def gradient(forward):
+        layer.weight.main_grad = torch.ones(32, 32)
+        fp4engine.manual_seed(5)
+        with fp4engine.autocast():
+            forward(x).sum().backward()
+        return layer.weight.main_grad
+
+    assert torch.equal(gradient(torch.compile(layer, fullgraph=True, backend="aot_eager")), gradient(layer))
