@@ -5,16 +5,17 @@ that a replayed CUDA graph advances it and nothing waits for the device. A draw 
 draw changes. Data-parallel ranks have the same ``(seed, draw)`` and different stream ids.
 
 The seed is PyTorch's until somebody tells another, by :func:`manual_seed` or :func:`set_rng_state`: then
-``torch.manual_seed`` starts the stream anew, at draw 0 of its seed. Where PyTorch's seed becomes another in another way
-(``torch.set_rng_state``, the end of ``torch.random.fork_rng``), the stream goes on at the draw at which that seed was
-left. PyTorch's generators are not advanced, and nothing but their seed is read.
+``torch.manual_seed`` starts the stream anew, at draw 0 of its seed. At the end of ``torch.random.fork_rng`` the stream
+goes on where it was when the region first seeded PyTorch. Where ``torch.set_rng_state`` gives PyTorch another seed, the
+stream goes on where it left that seed last. PyTorch's generators are not advanced, and nothing but their seed is read.
 """
 
 import hashlib
+import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, wraps
 from typing import Any
 
@@ -50,19 +51,20 @@ class _Following:
 
     Attributes:
         is_on: False once somebody has told the stream another seed.
-        seed: PyTorch's, from 0 to 2^64 - 1, when it was looked at last.
-        seedings: how many times PyTorch had been seeded by then.
-        left: ``seed -> draw numbers by device and name``, of seeds that PyTorch has had before.
+        now: which seeding PyTorch had, and its seed from 0 to 2^64 - 1, when it was looked at last.
+        left: ``now -> (the stream's seed, its draw numbers by device and name)`` of what PyTorch has had before.
     """
 
     def __init__(self, is_on: bool) -> None:
-        self.is_on, self.seed, self.seedings = is_on, _torch_seed(), _seedings[0]
-        self.left: OrderedDict[int, dict[str, int]] = OrderedDict()
+        self.is_on, self.now = is_on, (_seeding[0], _torch_seed())
+        self.left: OrderedDict[tuple[int, int], tuple[int, dict[str, int]]] = OrderedDict()
 
 
 _KEPT_SEEDS = 256
 """So many seeds are remembered: a script may seed PyTorch in every step."""
-_seedings = [0]
+_seeding = [0]
+"""The number of the seeding by which PyTorch's generator has its state: that of a later one is larger."""
+_seedings = itertools.count(1)
 
 
 _torch_seed = torch.default_generator.initial_seed
@@ -112,20 +114,21 @@ def follows_torch() -> bool:
 
 def _follow(seed: int) -> None:
     """Take ``seed``, PyTorch's, from 0 to 2^64 - 1, if it was seeded since that was looked at, or had another."""
-    known = _following
-    if not known.is_on or (seed == known.seed and known.seedings == _seedings[0]):
+    known, now = _following, (_seeding[0], seed)
+    if not known.is_on or now == known.now:
         return
-    is_seeded = known.seedings != _seedings[0]
-    known.seed, known.seedings = seed, _seedings[0]
-    signed = _to_int64(seed)
-    if not _seed or (signed == _seed[0] and not is_seeded):
+    before, known.now = known.now, now
+    is_seeded, begun = now[0] > before[0], (_to_int64(seed), dict[str, int]())
+    if not _seed or (begun[0] == _seed[0] and not is_seeded and now not in known.left):
         return
     with _disable_current_modes():  # a script may seed PyTorch under FakeTensorMode, which refuses real tensors
-        known.left[_seed[0]] = _draw_numbers()
+        known.left[before] = _seed[0], _draw_numbers()
         if len(known.left) > _KEPT_SEEDS:
             known.left.popitem(last=False)
-        draws = known.left.pop(signed, {})
-        _begin(signed, {} if is_seeded else draws)
+        if not is_seeded:
+            alike = now if now in known.left else next((key for key in reversed(known.left) if key[1] == seed), now)
+            begun = known.left.pop(alike, begun)
+        _begin(*begun)
 
 
 @constant_when_traced
@@ -134,7 +137,7 @@ def catch_up() -> None:
 
     Every draw does so, and every region for the sake of compiled code, which draws without asking.
     """
-    if _following.is_on and _torch_seed() != _following.seed:
+    if _following.is_on and _torch_seed() != _following.now[1]:
         with lock:
             _follow(_torch_seed())
 
@@ -146,13 +149,35 @@ def _heard(seed_others: Callable[[int], None]) -> Callable[[int], None]:
     def seed_all(seed: int) -> None:
         seed_others(seed)
         with lock:
-            _seedings[0] += 1
+            _seeding[0] = next(_seedings)
             _follow(int(seed) % (1 << 64))
 
     return seed_all
 
 
 torch.random._seed_custom_device = _heard(torch.random._seed_custom_device)
+
+
+def _returning(fork_rng: Callable[..., AbstractContextManager[None]]) -> Callable[..., AbstractContextManager[None]]:
+    """``fork_rng``, at whose end PyTorch has the seeding again that it had, which its seed alone does not tell."""
+
+    @wraps(fork_rng)
+    @contextmanager
+    def forked(devices: Any = None, enabled: bool = True, **options: Any) -> Generator[None]:
+        before = _seeding[0]
+        try:
+            with fork_rng(devices, enabled, **options):
+                yield
+        finally:
+            if enabled:
+                with lock:
+                    _seeding[0] = before
+                    _follow(_torch_seed())
+
+    return forked
+
+
+torch.random.fork_rng = _returning(torch.random.fork_rng)
 
 
 def current_seed() -> int:
@@ -403,7 +428,7 @@ def _started(device: torch.device, name: str) -> str:
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     key = f"{device}/{name}" if name else str(device)
-    if _following.is_on and _torch_seed() != _following.seed:  # as catch_up, without a call of Python
+    if _following.is_on and _torch_seed() != _following.now[1]:  # as catch_up, without a call of Python
         catch_up()
     if key not in _states:
         with lock:

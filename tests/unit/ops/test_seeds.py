@@ -156,6 +156,24 @@ def test_what_pytorch_restores_goes_on_where_it_was() -> None:
     assert draws(1) == [[7, 4]] and fp4engine.get_rng_state()["draws"] == {"cpu": 4}
 
 
+@pytest.mark.parametrize("inside", [(7,), (8, 7), (8, 8), (7, 8)], ids=str)
+@pytest.mark.parametrize("restored", [False, True])
+def test_a_fork_within_which_pytorch_is_seeded_repeats_no_draw(restored, inside) -> None:
+    """Nor does it where the seed inside is the one outside, or where the stream goes on with a seed that was saved."""
+    torch.manual_seed(7)
+    draws(2)
+    if restored:
+        fp4engine.set_rng_state({"seed": 5, "draws": {"cpu": 2}, "follows_torch": True})
+    for first in (3, 5):
+        with torch.random.fork_rng():
+            for seed in inside:
+                torch.manual_seed(seed)
+                assert draws(1) == [[seed, 1]]
+        with torch.random.fork_rng(enabled=False):
+            assert draws(1) == [[5 if restored else 7, first]]
+        assert draws(1) == [[5 if restored else 7, first + 1]]
+
+
 def test_seeding_every_step_keeps_no_seeds_for_ever() -> None:
     for seed in range(1000):
         torch.manual_seed(seed)
