@@ -36,6 +36,9 @@ PASSED_ON = (
 )  # fmt: skip
 """Arguments that :func:`fp4engine.estimate.estimate` takes as they are."""
 
+OF_SIZES = ("checkpointing", "fsdp", "tp", "lora_rank", "quantized_base", "fp4_all_gather")
+"""Arguments for models that are built of sizes."""
+
 OPTIONAL_SIZES = {
     "kv_heads": "key and value heads (default: as many as --heads)",
     "head_dim": "width of a head (default: --width / --heads)",
@@ -82,6 +85,13 @@ def run(arguments: argparse.Namespace) -> int:
     loss = None
     if arguments.config is not None and _family(arguments.config) not in (None, *FAMILIES):
         _refuse_sizes(arguments)
+        if given := [
+            f"--{name.replace('_', '-')}" for name in OF_SIZES if getattr(arguments, name) not in (False, 0, 1)
+        ]:
+            raise ValueError(
+                f"{' and '.join(given)} must be left out with {arguments.config}, of which only "
+                f"{', '.join(FAMILIES)} have variants"
+            )
         words = {"batch": arguments.batch, "sequence": arguments.sequence, "parameters": arguments.parameters}
         model, loss = from_transformers(arguments.config, **words)
         bar = nullcontext()

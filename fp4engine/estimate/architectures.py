@@ -1,11 +1,13 @@
 """Models of transformers from their configuration alone, on ``meta``, with a loss to trace."""
 
+import math
 from collections.abc import Callable
 from os import PathLike
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from fp4engine.arguments import require_integer, require_one_of, require_path
 
@@ -67,6 +69,23 @@ def from_transformers(
                     f"the input of model_type {read.model_type!r} is not known: estimate a module with a loss instead"
                 )
             inputs = {"input_features": torch.zeros((batch, bins, frames), dtype=dtype)}
-        return model(**inputs, labels=tokens).loss
+        elif sequence > (most := _positions(model, read)):
+            raise ValueError(f"sequence must be at most {most}, the model's positions, got {sequence}")
+        try:
+            return model(**inputs, labels=tokens).loss
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            raise
+        except Exception as error:  # likewise
+            said = f"{type(error).__name__}: {error}"
+            raise ValueError(f"transformers cannot run model_type {read.model_type!r} from {path}: {said}") from error
 
     return model, loss
+
+
+def _positions(model: nn.Module, config: Any) -> float:
+    """How many positions ``model`` has a row of a table for; infinity without such tables, as with rotary positions."""
+    tables = {name.rpartition(".")[2]: module for name, module in model.named_modules()}
+    found = [tables[name] for name in ("position_embeddings", "embed_positions", "wpe") if name in tables]
+    rows = [table.num_embeddings for table in found if isinstance(table, nn.Embedding)]  # some are not for positions
+    said = getattr(config, "max_position_embeddings", None)
+    return min([*rows, *([said] if said else [])]) if rows else math.inf

@@ -462,6 +462,28 @@ def test_what_transformers_cannot_build_is_refused(said: str, config: dict, tmp_
         from_transformers(tmp_path)
 
 
+@pytest.mark.no_poison
+@pytest.mark.parametrize(
+    ("family", "said"),
+    [
+        ("bert", "sequence must be at most 512, the model's positions, got 600"),
+        ("opt", "sequence must be at most 512, the model's positions, got 600"),
+        (
+            "t5",
+            "transformers cannot run model_type 't5' from .*: AttributeError: .* no attribute 'decoder_start_token_id'",
+        ),
+    ],
+)
+def test_what_transformers_cannot_run_is_refused(family: str, said: str, tmp_path: Path) -> None:
+    """A sequence that OPT's table has no rows for was estimated; the others ended in tracebacks, and code 1."""
+    transformers = pytest.importorskip("transformers")
+    sizes = BUILT.get(family) or {**TINY, "word_embed_proj_dim": 64, "ffn_dim": 64, "max_position_embeddings": 512}
+    transformers.AutoConfig.for_model(family, **sizes).save_pretrained(tmp_path)
+    model, loss = from_transformers(tmp_path, sequence=600)
+    with pytest.raises(ValueError, match=said):
+        estimate(model, sequence=600, loss=loss)
+
+
 def test_norms_of_heads_keep_what_they_read() -> None:
     with_norms, without = (
         estimate(Architecture(1, 64, 4, 96, 96, kv_heads=2, head_norm=norm), sequence=32, parameters="bf16")
