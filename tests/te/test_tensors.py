@@ -1,5 +1,6 @@
 """Hybrid and identity tensors, and what is stored of either in a module and in a file."""
 
+import copy
 import io
 import pickle
 
@@ -650,6 +651,17 @@ def expected_index(part, whole) -> tuple[slice, slice]:
     per_byte = whole.shape[1] // whole._rowwise_data.shape[1]
     row, col = divmod(part._rowwise_data.storage_offset() * per_byte, whole.shape[1])
     return slice(row, row + part.shape[0]), slice(col, col + part.shape[1])
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_what_is_not_finite_stays_so_in_parts_and_copies(name: str) -> None:
+    """A block of it in FP8 was stored as zeros under the scale 1, and its NaN was remembered beside them alone."""
+    values = torch.ones(256, 256)
+    values[3, 5] = float("inf")
+    tensor = ALL[name](values)
+    for made in (tensor[:128], tensor[:, :128], copy.deepcopy(tensor), tensor.detach(), tensor.view(2, 128, 256)):
+        assert not made.dequantize().view(-1, made.shape[-1])[3, 5].isfinite()
+    assert not tensor[:128].make_rowwise().dequantize()[3, 5].isfinite()
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -72,7 +72,7 @@ class Float8BlockwiseQTensorStorage(BlockStorage):
         """
         assert operand.scale_inv is not None
         scales = operand.scale_inv.to(spec.scale.torch_dtype)
-        if not torch.equal(scales.float(), operand.scale_inv.float()):
+        if not torch.equal(*(each.float().nan_to_num(nan=-1.0) for each in (scales, operand.scale_inv))):
             raise ValueError(
                 f"the scales of a {type(self).__name__} have been written, to others than powers of two, and the "
                 "recipe in force multiplies by powers of two; give Float8BlockScaling(use_f32_scales=True)"
@@ -140,12 +140,16 @@ class Float8BlockwiseQTensorStorage(BlockStorage):
 
 
 def _wide_scales(side: Operand) -> Tensor:
-    """The scales of ``side`` in FP32; the power of two of a block of zeros is 1, as in TransformerEngine."""
+    """The scales of ``side`` in FP32; the power of two of a block of zeros is 1, as in TransformerEngine.
+
+    A block with an Inf or a NaN, whose codes are zeros too, keeps its NaN.
+    """
     assert side.spec is not None and side.scale_inv is not None
     scales = side.scale_inv.float()
     if side.scale_inv.dtype == torch.float32:
         return scales
-    return torch.where(block_amax((side.data & 0x7F).float(), side.spec.block) == 0, 1.0, scales)
+    is_zero = block_amax((side.data & 0x7F).float(), side.spec.block) == 0
+    return torch.where(is_zero & ~scales.isnan(), 1.0, scales)
 
 
 class Float8BlockwiseQTensor(Float8BlockwiseQTensorStorage, BlockTensor):
