@@ -36,6 +36,15 @@ def test_layouts(layout, kind) -> None:
     assert rest == [None, None, None]
 
 
+def test_storages_are_multiplied_as_tensors_are() -> None:
+    quantizer = NVFP4Quantizer()
+    values = [torch.randn(shape, dtype=torch.bfloat16) for shape in SHAPES["TN"]]
+    tensors = [quantizer(each) for each in values]
+    quantizer.internal = True
+    product = general_gemm(*map(quantizer, values))[0]
+    assert product.dtype == torch.bfloat16 and torch.equal(product, general_gemm(*tensors)[0])
+
+
 @pytest.mark.parametrize("kind", ["plain", "nvfp4"])
 def test_outputs_biases_and_their_gradients(kind) -> None:
     a, b = operands("TN", kind)

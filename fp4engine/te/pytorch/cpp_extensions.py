@@ -76,7 +76,8 @@ def general_gemm(
     transposes_a, transposes_b = (letter == "T" for letter in layout)
     left = _operand("B", B, is_transposed=transposes_b)
     right = _operand("A", A, is_transposed=not transposes_a)
-    dtype = out_dtype or (A.dtype if out is None else out.dtype)
+    nominal = A._dtype if isinstance(A, QuantizedTensorStorage) else A.dtype
+    dtype = out_dtype or (nominal if out is None else out.dtype)
     bias_grad = None
     shape = [left.rows, right.rows] if transposes_b else [*B.shape[:-1], right.rows]
     if out is not None and (out.numel() != left.rows * right.rows or out.shape[-1:] != (right.rows,)):
