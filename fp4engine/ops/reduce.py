@@ -72,8 +72,8 @@ def ranges(numbers: Sequence[int], groups: Sequence[Any], device: str) -> list[t
     ]
 
 
-def all_reduce_amax(amax: Tensor, group: dist.ProcessGroup) -> None:
-    """``amax = max over the ranks of group``, in place; NaN if one rank has NaN, else Inf if one rank has Inf.
+def all_reduce_amax(amax: Tensor, group: dist.ProcessGroup | None) -> None:
+    """``amax = max over the ranks of group``, None being all, in place; NaN if one has NaN, else Inf if one has Inf.
 
     Reduces the bit patterns, which for numbers without a sign are ordered as the numbers are, with Inf above the finite
     ones and NaN above Inf. As numbers, gloo's maximum of 1 and NaN is 1 on one rank and NaN on the other.

@@ -139,9 +139,14 @@ def communicate(rank: int, folder: str) -> None:
         tensor.copy_(values)
         assert torch.equal(tensor.dequantize(), parts[0])
 
+        for where in range(WORLD):  # as a number, gloo's maximum of 1 and NaN is 1 on one of the ranks
+            quantizer = te.NVFP4Quantizer(with_amax_reduction=True, amax_reduction_group=dist.group.WORLD)
+            mine = quantizer(torch.full((16, 16), float("nan") if rank == where else 1.0))
+            assert mine.dequantize().isnan().all() and mine._amax_columnwise.isnan().all()
 
-def test_what_ranks_would_write_into_codes_is_refused(tmp_path: Path) -> None:
-    """It was written into decoded values, and lost: after a broadcast each rank had its own tensor."""
+
+def test_what_ranks_would_write_into_codes_is_refused_and_nan_on_one_is_on_all(tmp_path: Path) -> None:
+    """What was written went into decoded values, and was lost: after a broadcast each rank had its own tensor."""
     spawn(communicate, (str(tmp_path),), WORLD)
 
 

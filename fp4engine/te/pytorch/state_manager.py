@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from fp4engine import state
-from fp4engine.arguments import require_member
 from fp4engine.te.common.recipe import default_recipe
 from fp4engine.te.pytorch import regions
 from fp4engine.te.pytorch.constants import DType, fp8_element
 from fp4engine.te.pytorch.recipe_state import AnyRecipe, CustomRecipeState, DelayedScalingRecipeState, get_fp8_max
+from fp4engine.te.pytorch.tensor.float8_tensor import share_amaxes
 
 
 def _default_sf_compute(amax: Tensor, scale: Tensor, fp8_max: float, margin: int) -> Tensor:
@@ -353,13 +353,8 @@ class FP8GlobalStateManager(metaclass=_ByEarlierNames):
                 continue
             given, group = qstate.autocast_arguments[name]
             recipe: Any = given
-            if recipe.reduce_amax:
-                if group is not None:
-                    require_member("amax_reduction_group", group)
-                whole = torch.cat(amaxes)
-                cls.reduce_tensor_across_group_op_max(whole, group)
-                for amax, part in zip(amaxes, whole.split([amax.numel() for amax in amaxes]), strict=True):
-                    amax.copy_(part)
+            if recipe.reduce_amax and torch.distributed.is_available() and torch.distributed.is_initialized():
+                share_amaxes(amaxes, group)
             histories, scales = qstate.global_amax_history_buffer[key], qstate.global_scale_buffer[key]
             for history, scale in zip(histories, scales, strict=True):
                 _amax_and_scale_update(history, scale, get_fp8_max(recipe, forward), recipe)

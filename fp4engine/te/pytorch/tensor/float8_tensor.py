@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fp4engine.arguments import require_member, shown
 from fp4engine.formats import FP32, CastSpec, fp8
+from fp4engine.ops import all_reduce_amax
 from fp4engine.quantizers.base import Quantizer as FrozenQuantizer
 from fp4engine.reference import round_outer_amax
 from fp4engine.reference.scaling import encode_scale
@@ -198,13 +199,13 @@ def _part_of_transpose(tensor: Float8Tensor, made: Any, func: Any, args: Any, kw
 
 
 def share_amaxes(amaxes: Sequence[Tensor], group: Any) -> None:
-    """Let each of ``amaxes``, of one dtype, be the largest over the ranks of ``group``, by default of all."""
+    """Let each of ``amaxes``, of one dtype, be the largest over the ranks of ``group``, by default of all; NaN is."""
     if group is not None:
         require_member("amax_reduction_group", group)
     if not amaxes:
         return
-    whole = torch.cat([amax.reshape(-1) for amax in amaxes])
-    torch.distributed.all_reduce(whole, torch.distributed.ReduceOp.MAX, group)
+    whole = torch.cat([amax.reshape(-1) for amax in amaxes]).float()
+    all_reduce_amax(whole, group)
     for amax, shared in zip(amaxes, whole.split([amax.numel() for amax in amaxes]), strict=True):
         amax.copy_(shared.view(amax.shape))
 
