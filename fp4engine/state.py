@@ -60,15 +60,18 @@ class _Watch:
 
     All tasks of a loop run on one thread, so other tasks would then see that region. The watch schedules a callback. If
     the task awaits, the loop runs the callback before it returns to the task.
+
+    Attributes:
+        loop: None once it has run the callback. Until then, all regions that are entered share the watch: the cells of
+            a notebook run inside a loop, and would schedule a callback for each region of a training run.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.is_open = True
-        self.gave_way = False
+        self.loop: asyncio.AbstractEventLoop | None = loop
         loop.call_soon(self._look)
 
     def _look(self) -> None:
-        self.gave_way = self.is_open
+        self.loop = None
 
 
 def _watch() -> _Watch | None:
@@ -76,23 +79,29 @@ def _watch() -> _Watch | None:
     if torch.compiler.is_dynamo_compiling():
         return None
     try:
-        return _Watch(asyncio.get_running_loop())
+        loop = asyncio.get_running_loop()
     except RuntimeError:
         return None
+    regions = _thread.held
+    if regions.watch is None or regions.watch.loop is not loop:
+        regions.watch = _Watch(loop)
+    return regions.watch
 
 
 class _Regions:
     """The regions of one thread.
 
     ``state`` is the state in force. ``backward`` is the backward pass inside which the innermost region was entered, -1
-    for none. ``outer`` holds the regions to which the thread returns. ``delayed`` says whether a recipe that may have
-    delayed scaling has been in force since the outermost region was entered.
+    for none. ``outer`` holds the regions to which the thread returns, each with the watch over the region inside it;
+    ``watch`` is the last one. ``delayed`` says whether a recipe that may have delayed scaling has been in force since
+    the outermost region was entered.
     """
 
     def __init__(self) -> None:
         self.state: AutocastState | None = None
         self.backward = -1
         self.outer: list[tuple[AutocastState | None, int, _Watch | None]] = []
+        self.watch: _Watch | None = None
         self.delayed = False
 
 
@@ -198,13 +207,11 @@ class Region(ContextDecorator):
         if ends_step and not in_backward():  # a recomputation belongs to its forward's step
             regions.delayed = False
             end_step()
-        if watch is not None:
-            watch.is_open = False
-            if watch.gave_way and kind is None:
-                raise RuntimeError(
-                    "an asyncio task awaited inside an autocast region, which is in force for every task of its "
-                    "thread; leave the region before `await`, or compute in a thread of its own (asyncio.to_thread)"
-                )
+        if watch is not None and watch.loop is None and kind is None:
+            raise RuntimeError(
+                "an asyncio task awaited inside an autocast region, which is in force for every task of its "
+                "thread; leave the region before `await`, or compute in a thread of its own (asyncio.to_thread)"
+            )
 
     def _become_innermost(self, regions: _Regions) -> None:
         """Make this region the innermost one, since generators and tasks may leave their regions in any order.

@@ -236,3 +236,27 @@ def test_threads_of_a_loop_have_regions_of_their_own():
 def test_a_group_is_one_of_this_rank(name, group):
     with pytest.raises(ValueError, match=f"{name} must be a process group that this rank belongs to, got"):
         fp4engine.autocast(**{name: group})
+
+
+def test_regions_of_one_cell_of_a_notebook_leave_nothing_behind():
+    """A cell runs inside a loop, to which it does not return before it ends."""
+
+    class Loop(asyncio.SelectorEventLoop):
+        scheduled = 0
+
+        def call_soon(self, *args, **kwargs):
+            self.scheduled += 1
+            return super().call_soon(*args, **kwargs)
+
+    async def cell():
+        loop = asyncio.get_running_loop()
+        for _ in range(2):
+            before = loop.scheduled
+            for recipe in (FIRST, SECOND) * 5:
+                with fp4engine.autocast(recipe=recipe), fp4engine.autocast(recipe=FIRST):
+                    pass
+            assert loop.scheduled - before <= 1
+            await asyncio.sleep(0)
+
+    with asyncio.Runner(loop_factory=Loop) as runner:
+        runner.run(cell())
