@@ -80,7 +80,7 @@ def test_a_quantizer_writes_into_the_output_or_refuses_it() -> None:
     made, *_ = general_grouped_gemm([a], [b], outs, [quantizer], torch.float32)
     assert made[0] is outs[0] and torch.equal(outs[0].dequantize(), expected)
     plain = torch.full((8, 48), 7.0)
-    with pytest.raises(ValueError, match="Float8CurrentScalingQuantizer writes into a QuantizedTensor, got Tensor"):
+    with pytest.raises(ValueError, match="Float8CurrentScalingQuantizer writes into a Float8Tensor, got Tensor"):
         general_grouped_gemm([a], [b], [plain], [quantizer], torch.float32)
     with pytest.raises(
         ValueError, match=r"accumulate=True\) needs out, the plain tensor to add to, got a Float8Tensor"

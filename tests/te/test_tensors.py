@@ -294,7 +294,7 @@ def test_quantizers_say_what_they_were_given() -> None:
         (lambda: te.NVFP4Quantizer(with_amax_reduction=True, amax_reduction_group="x")(x), "amax_reduction_group must"),
         (lambda: nvfp4("x"), "NVFP4Quantizer quantizes a tensor, got 'x'"),
         (lambda: nvfp4.quantize(x, out=nvfp4(x[:8])), r"a tensor \[16, 32\] cannot be quantized into one \[8, 32\]"),
-        (lambda: nvfp4.quantize(x, out=x), "NVFP4Quantizer writes into a QuantizedTensor, got Tensor"),
+        (lambda: nvfp4.quantize(x, out=x), "NVFP4Quantizer writes into a NVFP4Tensor, got Tensor"),
         (lambda: te.Float8Quantizer(1.0, torch.zeros(1), e4m3), r"Float8Quantizer\(scale=\) must be a tensor of one"),
         (lambda: te.Float8CurrentScalingQuantizer(torch.float8_e5m2), r"write TE_DType\[torch.float8_e5m2\]"),
     ):
@@ -333,6 +333,39 @@ def test_an_update_drops_a_side_that_would_be_of_the_old_values(name: str, side:
     assert torch.equal(tensor.dequantize(), quantizer(later).dequantize())
     quantizer.update_quantized(later, kept, noop_flag=torch.ones(1))
     assert kept.get_usages() == {"rowwise": True, "columnwise": True}
+
+
+@pytest.mark.parametrize("name", ["FP8", "FP8 128x128", "NVFP4 16x16"])
+def test_what_is_written_into_detached_codes_is_in_the_transpose_too(name: str) -> None:
+    """As by an optimizer of one's own, ``weight.data.add_(step)``, where the quantizer does not use the other side."""
+    quantizer, later = ALL[name].copy(), torch.randn(128, 256)
+    quantizer.set_usage(columnwise=False)
+    weight = quantizer(torch.randn(128, 256))
+    weight.update_usage(columnwise_usage=True)
+    detached = weight.detach()
+    detached.zero_()
+    detached.add_(later)
+    expected = ALL[name](later).operands
+    assert torch.equal(weight.operands.columnwise.dequantize(), expected.columnwise.dequantize())
+    detached.copy_from_storage(quantizer(2 * later))
+    assert torch.equal(weight.operands.columnwise.dequantize(), weight.dequantize().T)
+
+
+@pytest.mark.parametrize(
+    ("quantizer", "mine", "message"),
+    [
+        (per_tensor(), te.MXFP8Quantizer(E4M3), "Float8CurrentScalingQuantizer writes into a Float8Tensor, got MXFP8T"),
+        (te.MXFP8Quantizer(E4M3), te.IdentityQuantizer(), "writes into a MXFP8Tensor, got IdentityTensor"),
+        (te.NVFP4Quantizer(with_rht=True), te.NVFP4Quantizer(), "with_rht mismatch"),
+        (hybrid(per_tensor()), hybrid(), "Float8CurrentScalingQuantizer writes into a Float8Tensor, got NVFP4Tensor"),
+    ],
+)
+def test_a_quantizer_writes_into_what_reads_its_codes_alone(quantizer, mine, message: str) -> None:
+    """FP8 of one scale was written as codes of MXFP8, and as values of high precision: 30 and 60 times what it was."""
+    tensor = mine(torch.zeros(32, 64))
+    with pytest.raises(ValueError, match=message):
+        quantizer.quantize(torch.randn(32, 64), out=tensor)
+    assert not tensor.dequantize().any() and tensor.get_usages() == mine(torch.zeros(32, 64)).get_usages()
 
 
 def test_a_write_leaves_no_transpose_of_the_old_values() -> None:

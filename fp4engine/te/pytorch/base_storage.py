@@ -207,8 +207,12 @@ class QuantizedTensorStorage:
         """A value that is equal for storages of which one's sides can be copied to the other byte for byte."""
         return kind_of(type(self)), self.shape, {name: getattr(self, name) for name in self._WORDS}
 
-    def _misread(self, source: Any) -> str:
-        """What ``source``, of an equal :meth:`_form`, would be taken for byte for byte; empty if for what it is."""
+    def _read_by(self) -> Any:
+        """The quantizer whose casts say what the codes are."""
+        return self._get_quantizer()
+
+    def _misread(self, made_by: Any, columnwise: bool) -> str:
+        """How codes of ``made_by``, and its columnwise ones if asked, would be misread here; empty if they are not."""
         return ""
 
     def _take(self, source: "QuantizedTensorStorage") -> bool:
@@ -217,7 +221,7 @@ class QuantizedTensorStorage:
         A side that only this storage has is made of the other one if it is its transpose: a module that has trained
         stores both, and one that is new may store one.
         """
-        if self._form() != source._form() or self._misread(source):
+        if self._form() != source._form() or self._misread(source._read_by(), source.has("columnwise")):
             return False
         given = {name: tensor for name, tensor in source._padded().items() if tensor is not None}
         for side in self._SIDES:
@@ -316,13 +320,16 @@ class QuantizedTensorStorage:
                 )
         if self.shape != src.shape:
             raise RuntimeError(f"shape mismatch in copy_from_storage: {list(self.shape)} here, and {list(src.shape)}")
-        if misread := self._misread(src):
+        if misread := self._misread(src._read_by(), src.has("columnwise")):
             raise RuntimeError(f"copy_from_storage: {misread}")
 
     def _copy_sides(self, src: "QuantizedTensorStorage") -> None:
-        """Copy the sides that both store."""
-        mine = self._tensors()
-        self._become({name: tensor for name, tensor in src._padded().items() if mine[name] is not None})
+        """Copy the sides that both store, and those whose transpose the source has: they share memory with others."""
+        mine, given = self._tensors(), src._padded()
+        for side in self._SIDES:
+            if self.has(side) and not src.has(side):
+                given |= src._turned(side) or {}
+        self._become({name: tensor for name, tensor in given.items() if mine[name] is not None})
 
     def prepare_for_saving(self) -> tuple[list[Tensor | None], "QuantizedTensorStorage"]:
         """The tensors, which are gone from here, and what :meth:`restore_from_saved` is called on."""

@@ -15,7 +15,7 @@ from fp4engine.arguments import shown
 from fp4engine.ops.rng import follows_torch
 from fp4engine.private import Value, register_value
 from fp4engine.quantizers.base import Quantizer as FrozenQuantizer
-from fp4engine.te.pytorch.base_storage import QuantizedTensorStorage
+from fp4engine.te.pytorch.base_storage import QuantizedTensorStorage, kind_of
 from fp4engine.te.pytorch.constants import DType
 from fp4engine.tensor import Operand
 from fp4engine.tensor import QuantizedTensor as Operands
@@ -182,20 +182,26 @@ class Quantizer(Value):
         """Accept what ``src`` can be quantized into.
 
         Raises:
-            ValueError: ``dst`` is no quantized tensor, or has another shape.
+            ValueError: ``dst`` is no tensor of the kind that this quantizer makes, has another shape, or reads codes
+                of other casts.
             RuntimeError: it is a part of another one, whose scales it shares.
         """
-        if not isinstance(dst, QuantizedTensorStorage):
-            raise ValueError(f"{type(self).__name__} writes into a QuantizedTensor, got {type(dst).__name__}")
+        made = getattr(self, "tensor_class", QuantizedTensorStorage)
+        if not isinstance(dst, kind_of(made)):
+            raise ValueError(f"{type(self).__name__} writes into a {made.__name__}, got {type(dst).__name__}")
         if getattr(dst, "_is_part", False):
             raise lost("a write into a view")
         if tuple(src.shape[-1:]) != tuple(dst.shape[-1:]) or src.numel() != dst.shape.numel():
             raise ValueError(f"a tensor {list(src.shape)} cannot be quantized into one {list(dst.shape)}")
+        if misread := dst._misread(self, self.columnwise_usage):
+            raise ValueError(f"{type(self).__name__} cannot write into this {type(dst).__name__}: {misread}")
 
     def update_quantized(self, src: Tensor, dst: Any, *, noop_flag: Tensor | None = None) -> Any:
         """Let ``dst`` become ``src`` quantized, unless ``noop_flag`` holds something other than zero.
 
-        A side that is not in use is dropped, since it would still be of the old values; nothing changes if none is.
+        A side that ``dst`` stores and that is not in use is written as well, since what has been detached from ``dst``
+        shares its memory. It is dropped then, as in TransformerEngine, unless ``dst`` is written by its own quantizer.
+        Nothing changes if no side is in use.
 
         Raises:
             ValueError, RuntimeError: as :meth:`require_target`.
@@ -203,12 +209,16 @@ class Quantizer(Value):
         self.require_target(src, dst)
         is_used = self.rowwise_usage or self.columnwise_usage
         if is_used and (noop_flag is None or not bool(noop_flag.any())):
-            made = self._operands(decoded(src.detach().to(dst.device)).view(dst.shape))
+            made_by, stored = self.copy(), dst.get_usages()
+            made_by.rowwise_usage |= stored["rowwise"]
+            made_by.columnwise_usage |= stored["columnwise"]
+            made = made_by._operands(decoded(src.detach().to(dst.device)).view(dst.shape))
             dst._become(type(dst)._encoded(made, self))
-            dst.update_usage(
-                rowwise_usage=None if self.rowwise_usage else False,
-                columnwise_usage=None if self.columnwise_usage else False,
-            )
+            if self is not dst._quantizer:
+                dst.update_usage(
+                    rowwise_usage=None if self.rowwise_usage else False,
+                    columnwise_usage=None if self.columnwise_usage else False,
+                )
         return dst
 
     def make_empty(

@@ -330,6 +330,9 @@ class HybridQuantizer(Quantizer):
         self.require_target(src, dst)
         if noop_flag is not None and bool(noop_flag.any()):
             return dst
+        for side, by, _ in self._each():
+            if dst.has(side):
+                by.require_target(src, getattr(dst, f"_{side}_storage"))
         made = self._sources(src.detach().to(dst.device))
         for side, part in made.items():
             there = getattr(dst, f"_{side}_storage")

@@ -84,12 +84,14 @@ class NVFP4TensorStorage(BlockStorage):
     def _amax(self, side: str, spec: CastSpec) -> Tensor:
         return getattr(self, f"_amax_{side}")
 
-    def _spec(self, side: str) -> CastSpec:
+    def _read_by(self) -> Any:
         by: Any = self._quantizer
         mine = {**self._words(), "with_gemm_swizzled_scales": None}
         alike = by is not None and {**by.storage_words(), "with_gemm_swizzled_scales": None} == mine
-        made_by: Any = by if alike else self._default_quantizer()
-        spec = getattr(made_by.frozen(), f"{side}_spec")
+        return by if alike else self._default_quantizer()
+
+    def _spec(self, side: str) -> CastSpec:
+        spec = getattr(self._read_by().frozen(), f"{side}_spec")
         assert spec is not None
         return spec
 
@@ -114,12 +116,13 @@ class NVFP4TensorStorage(BlockStorage):
         by = self._quantizer
         return by is not None and by.with_2d_quantization and self._spec("rowwise") == self._spec("columnwise")
 
-    def _misread(self, source: Any) -> str:
-        """The transform of columnwise codes, and whether blocks are square, stand in the quantizers alone."""
-        if self._is_square() and not source._is_square():
+    def _misread(self, made_by: Any, columnwise: bool) -> str:
+        """The transform of columnwise codes, and whether blocks are square, stand in quantizers alone."""
+        mine, theirs = (quantizer.frozen() for quantizer in (self._read_by(), made_by))
+        if self._is_square() and theirs.rowwise_spec.block != mine.rowwise_spec.block:
             return "with_2d_quantization mismatch: True here, and False in the source"
-        here, there = (storage._spec("columnwise").rotation for storage in (self, source))
-        if source.has("columnwise") and here != there:
+        here, there = (quantizer.columnwise_spec.rotation for quantizer in (mine, theirs))
+        if columnwise and here != there:
             return f"with_rht mismatch: columnwise codes under {here} here, and under {there} in the source"
         return ""
 
