@@ -306,11 +306,26 @@ class _FromTransformers(Source):
 
         auto: Any = transformers.AutoModelForCausalLM
         if self.weights and torch.get_default_device().type != "meta":
-            return auto.from_pretrained(self.folder, dtype=dtype, local_files_only=True).train().to(_device())
+            return self._load(auto, dtype).train().to(_device())
         try:
             return auto.from_config(self.config, dtype=dtype).train()
         except Exception as error:  # as above
             raise InputError(f"--model: {self.file} makes no causal language model: {one_line(error)}") from error
+
+    def _load(self, auto: Any, dtype: torch.dtype) -> nn.Module:
+        """The model with the weights of the folder, all of them: transformers would draw those that do not fit."""
+        options = {"local_files_only": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
+        try:
+            model, found = auto.from_pretrained(self.folder, dtype=dtype, **options)
+        except Exception as error:  # as above
+            raise InputError(f"--model: transformers cannot load {self.folder}: {one_line(error)}") from error
+        odd = [*sorted(found["missing_keys"]), *(f"{name} of this shape" for name, *_ in found["mismatched_keys"])]
+        if odd:
+            raise InputError(
+                f"--model: the weights in {self.folder} lack {odd[0]}{f' and {len(odd) - 1} more' * (len(odd) > 1)}; "
+                f"put them there, or give {self.file} to draw all weights from the seed"
+            )
+        return model
 
     def loss(self, model: nn.Module, tokens: Tensor) -> Tensor:
         logits = model(input_ids=tokens[:, :-1], use_cache=False).logits

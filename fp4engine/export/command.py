@@ -173,7 +173,13 @@ def compare(args: argparse.Namespace) -> int:
     """
     for name in ("length", "batch", "sequences"):
         require_integer(f"--{name}", getattr(args, name), 1)
-    recipe, empty = recipe_from_argument(args.recipe), _empty_model(args.trained, len(TensorFolder(args.trained)))
+    if args.max_kl is not None and not 0 <= args.max_kl < float("inf"):
+        raise ValueError(f"--max-kl must be a finite number of at least 0, got {args.max_kl}")
+    weights = TensorFolder(args.trained)
+    recipe, empty = recipe_from_argument(args.recipe), _empty_model(args.trained, len(weights))
+    state = ModelState(empty, weights)  # refuses what lacks one, which transformers would draw at random
+    for name in state.names:
+        state[name]  # refuses one of another shape
     kind, is_encoder_decoder = type(empty), empty.config.is_encoder_decoder
     if kind.main_input_name != "input_ids" or is_encoder_decoder:
         raise ValueError(

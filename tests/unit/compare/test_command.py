@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 
 from fp4engine.cli import main, make_parser
 from fp4engine.compare import InputError, Recorder, Run, checkpoint, read, read_folders
@@ -345,6 +346,29 @@ def test_bad_input_gets_one_line_before_anything_is_spent(change: list[str], sai
     (folder / "rules.json").write_text(RuledRecipe(zoo.make("nvfp4"), (Rule(zoo.make("mxfp8"), "absent"),)).to_json())
     assert said in refused(capsys, *QUICK, *change)
     assert not list(folder.rglob("*.part"))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda file, tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"), r"lack model.layers.1.mlp.up_proj.w"),
+        (
+            lambda file, tensors: tensors.update({"lm_head.weight": torch.zeros(3, 3)}),
+            "lack lm_head.weight of this shape",
+        ),
+        (lambda file, tensors: file.write_bytes(b""), "transformers cannot load .*/model: SafetensorError: "),
+    ],
+)
+def test_weights_that_are_not_there_are_not_drawn(change: Any, said: str, folder: Path) -> None:
+    """By transformers, which tells it to the log of a process that trains; the page said that the weights were used."""
+    model = transformers.LlamaForCausalLM(CONFIGURATIONS["llama"]())
+    model.config.save_pretrained(folder / "model")
+    file, tensors = folder / "model" / "model.safetensors", model.state_dict()
+    change(file, tensors)
+    if not file.exists():
+        save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(InputError, match=said):
+        source_of(str(file.parent)).make(torch.float32)
 
 
 def test_models_are_known_alike_in_every_process(folder: Path, capsys, monkeypatch) -> None:

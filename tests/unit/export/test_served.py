@@ -168,6 +168,10 @@ def test_the_command_says_it_and_exits_by_the_divergence(tmp_path, model, capsys
             main(words)
         error = capsys.readouterr().err
         assert left.value.code == 2 and complaint in error and error.count("\n") == 1
+    for limit in ("nan", "-1"):
+        with pytest.raises(SystemExit):
+            main([*words, "--max-kl", limit])
+        assert "--max-kl must be a finite number of at least 0, got" in capsys.readouterr().err
     served_architecture("t5").save_pretrained(tmp_path / "t5")
     with pytest.raises(SystemExit):
         main([words[0], str(tmp_path / "t5"), *words[2:]])
@@ -177,3 +181,10 @@ def test_the_command_says_it_and_exits_by_the_divergence(tmp_path, model, capsys
     with pytest.raises(SystemExit):
         main(words)
     assert "has no tokenizer that reads a text" in capsys.readouterr().err
+    tensors = model.state_dict()
+    for head, complaint in ((None, "weights lacks 'lm_head.weight'"), (torch.zeros(3, 3), "has shape (3, 3) in wei")):
+        tensors["lm_head.weight"] = head
+        save_file({n: t for n, t in tensors.items() if t is not None}, tmp_path / "trained" / "model.safetensors")
+        with pytest.raises(SystemExit):
+            main(words)
+        assert complaint in capsys.readouterr().err
