@@ -150,12 +150,16 @@ def _record(name: Any, rows: Any) -> _Record:
         else:
             kept.append(row)
     found = [row for row in kept if row["kind"] != "refusal"]
+    refusals = [row for row in kept if row["kind"] == "refusal"]
+    if not found and refusals:
+        of_last, why = refusals[-1]["layer"], refusals[-1]["reason"]
+        raise ValueError(f"the record has no figures of a layer; of {of_last!r} it says: {why}")
     if not found:
         raise ValueError("the record has no recorded step since its last row of kind 'run', which describes the run")
     by_layer: defaultdict[str, list[Row]] = defaultdict(list)
     for row in found:
         by_layer[row["layer"]].append(row)
-    return _Record(name, runs, found, dict(by_layer), [row for row in kept if row["kind"] == "refusal"], left_out)
+    return _Record(name, runs, found, dict(by_layer), refusals, left_out)
 
 
 def _step(row: Row) -> int:

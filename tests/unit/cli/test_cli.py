@@ -239,6 +239,18 @@ def test_a_record_that_cannot_be_read_is_named(content: bytes, tmp_path: Path, c
     assert left.value.code == 2 and error.count("\n") == 1 and "record.jsonl" in error
 
 
+def test_a_record_in_which_no_layer_was_seen_says_why(tmp_path: Path, capsys) -> None:
+    refusal = b'{"step": 0, "kind": "refusal", "layer": "fc", "reason": "it computed in high precision"}\n'
+    for rows, said in (
+        (b"", "the record has no recorded step"),
+        (refusal, "of 'fc' it says: it computed in high prec"),
+    ):
+        (tmp_path / "record.jsonl").write_bytes(RUN + rows)
+        with pytest.raises(SystemExit):
+            main(["report", str(tmp_path)])
+        assert said in capsys.readouterr().err
+
+
 def test_a_record_is_held_against_rules_by_the_names_that_recipes_see(tmp_path: Path, capsys) -> None:
     model = torch.nn.Sequential(fp4engine.GroupedLinear(2, 32, 32, name="experts"), fp4engine.Linear(32, 16, name="b"))
     rules = {"experts": Rule(zoo.make("mxfp8"), "experts"), "narrow": Rule(zoo.make("mxfp8"), narrower_than=32)}
