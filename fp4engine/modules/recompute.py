@@ -104,10 +104,10 @@ def followed_state() -> tuple[AutocastState | None, bool]:
     A first run stores the state for its repeats, if no region was opened inside the checkpointed function. If it is not
     known, the state in force is returned.
     """
-    state, (checkpoint, _) = current_state(), _checkpoint_in_force()
+    state, (checkpoint, repeat) = current_state(), _checkpoint_in_force()
     around = None if checkpoint is None else _surroundings.get(checkpoint)
-    if is_recomputed():
-        return (state, False) if around is None else (around.state, True)
+    if is_recomputed():  # a first run may be here too, in the repeat of another checkpoint, and knows its regions alone
+        return (state, False) if around is None or repeat is None else (around.state, True)
     if checkpoint is not None and (around is None or region_depth() < around.depth):
         _surroundings[checkpoint] = Surroundings(state, region_depth())
     return state, True

@@ -198,6 +198,23 @@ def test_checkpoints_inside_one_that_nobody_tells_raise(blocks, use_reentrant):
 
 
 @OLDER_LOSE_HOOKS
+@pytest.mark.parametrize("checkpoint", [torch_checkpoint, fp4engine.checkpoint], ids=["torch", "fp4engine"])
+@pytest.mark.parametrize("told", [False, True])
+def test_a_region_inside_one_that_nobody_tells_is_not_that_around_it(blocks, checkpoint, told):
+    """What came behind the region ran by it, in high precision here."""
+    last = partial(torch_checkpoint, use_reentrant=False, context_fn=fp4engine.recompute_contexts) if told else plain
+
+    def inner(inp):
+        with fp4engine.autocast(enabled=False):
+            inp = blocks[0](inp)
+        return last(blocks[1], inp)
+
+    outer = partial(torch_checkpoint, partial(checkpoint, inner, use_reentrant=False), use_reentrant=True)
+    with pytest.raises(RuntimeError, match=NOBODY_KNOWS):
+        gradients(blocks, outer)
+
+
+@OLDER_LOSE_HOOKS
 @REENTRANT
 def test_checkpoints_inside_a_plain_one_refuse_draws_in_the_forward(blocks, use_reentrant):
     outer = partial(torch_checkpoint, use_reentrant=False)
