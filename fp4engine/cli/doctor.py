@@ -51,7 +51,7 @@ def _certify(arguments: argparse.Namespace) -> int:
     names = arguments.device or [str(devices_named(None)[:2][-1])]
     if len(names) > 1:
         raise ValueError(f"--certify takes one device, got {' '.join(names)}")
-    if not arguments.certify.parent.is_dir():
+    if arguments.certify.is_dir() or not arguments.certify.parent.is_dir():
         raise ValueError(f"--certify must name a file in a folder that is there, got {arguments.certify}")
     made = certificate.certify(names[0], jobs=arguments.jobs)
     certificate.write(arguments.certify, made)

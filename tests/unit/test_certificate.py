@@ -86,16 +86,23 @@ def test_other_files_are_refused(tmp_path: Path, text: str | None, said: str, ca
     assert said in error and len(error.splitlines()) == 1
 
 
+@pytest.mark.parametrize("part", ["machine", "casts", "rotations", "exact products", "sums"])
+def test_a_certificate_that_lacks_a_part_is_none(part: str, made, tmp_path: Path) -> None:
+    certificate.write(tmp_path / "a.json", {name: value for name, value in made.items() if name != part})
+    with pytest.raises(ValueError, match=r"a\.json is no certificate"):
+        certificate.read(tmp_path / "a.json")
+
+
 def test_the_command_writes_one_devices_certificate(made, tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(certificate, "certify", lambda device, jobs: made | {"asked": [device, jobs]})
     file = tmp_path / "mine.json"
     assert main(["doctor", "--certify", str(file), "--device", "cpu", "--jobs", "1"]) == 0
     assert certificate.read(file)["asked"] == ["cpu", 1]
     assert "the reference's" in capsys.readouterr().out
-    for wrong in (["--device", "cpu", "cpu"], []):
-        target = tmp_path / "nowhere" / "a.json" if not wrong else file
+    for target, wrong in ((file, ["--device", "cpu", "cpu"]), (tmp_path / "nowhere" / "a.json", []), (tmp_path, [])):
         with pytest.raises(SystemExit):
             main(["doctor", "--certify", str(target), *wrong])
+        assert "--certify " in capsys.readouterr().err
     assert not (tmp_path / "nowhere").exists()
 
 
