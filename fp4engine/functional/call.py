@@ -79,7 +79,7 @@ class Call(NamedTuple):
         tiles = self.weight_cache.tiles(weight)
         if tiles is not None:
             return CastWeight(tiles, tiles if self.needs.dgrad else None, weight)
-        make = lambda: cast_weight(self.eager(weight.device), as_matrix(weight), self.needs)
+        make = lambda: cast_weight(self.eager(weight.device), as_matrix(weight, "the weight"), self.needs)
         (rowwise, kept), seal = self.weight_cache.get(weight, self.plan, self.needs.dgrad, make)
         return CastWeight(rowwise, kept, weight, seal)
 
@@ -104,7 +104,7 @@ class Call(NamedTuple):
         inp, statistics = x, None
         if self.function is not None:
             inp, statistics = self.function.source(x, self.dtypes[0], *parameters)
-        b, matrix = self.eager(x.device), given or as_matrix(weight)
+        b, matrix = self.eager(x.device), given or as_matrix(weight, "the weight")
         y, kept = program.forward(b, inp, matrix, bias, self.needs, self.dtypes[0])
         tensors, slots = saved(kept._replace(statistics=statistics if self.needs.dgrad else None))
         return y, tensors, Layout(slots)

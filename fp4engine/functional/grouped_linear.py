@@ -238,7 +238,7 @@ def _stacked(weights: Sequence[Tensor], calls: Sequence[Call]) -> CastWeight:
     kept: list[Operand] = []
     for weight, call in zip(weights, calls, strict=True):
         b, cast = Eager(plan, weight.device), call.cast_weight(weight)
-        row, col = cast_weight(b, as_matrix(weight), needs) if cast is None else cast[:2]
+        row, col = cast_weight(b, as_matrix(weight, "the weight"), needs) if cast is None else cast[:2]
         if cast is not None and cast.seal is not None:
             b.compare(weight, cast.seal)
         rowwise.append(b.recall(plan.weight, row, False))

@@ -76,7 +76,7 @@ def require_features(inp: Tensor | FusedInput, weight: Tensor) -> None:
     """Accept ``inp`` [..., K] for a weight [N, K].
 
     Raises:
-        ValueError: it has another shape.
+        ValueError: one of them has another shape.
         RuntimeError: ``torch.jit.trace`` records the call; the recording would be wrong for other values.
     """
     shape: tuple[Any, ...] = inp.shape
@@ -85,6 +85,8 @@ def require_features(inp: Tensor | FusedInput, weight: Tensor) -> None:
             "torch.jit.trace cannot record a module that computes by a recipe; use torch.compile or torch.export, or "
             "trace inside autocast(enabled=False)"
         )
+    if weight.ndim != 2:
+        raise ValueError(f"the weight must have shape [out_features, in_features], got {tuple(weight.shape)}")
     if len(shape) == 0 or shape[-1] != weight.shape[1]:
         raise ValueError(
             f"the input must have shape [..., in_features={weight.shape[1]}], got {tuple(shape)} "

@@ -225,6 +225,24 @@ def test_a_weight_that_is_gone_is_named() -> None:
         layer(torch.randn(4, 32))
 
 
+@pytest.mark.parametrize("counts", [None, [3, 1], torch.tensor([3, 1])], ids=["Linear", "a loop", "grouped"])
+@pytest.mark.parametrize(
+    ("weight", "message"),
+    [
+        (torch.zeros(32), r"the weight must have shape \[out_features, in_features\], got \(32,\)"),
+        (torch.zeros(2, 16, 32), r"got \(2, 16, 32\)"),
+        (torch.zeros(16, 32, dtype=torch.int8), r"the weight must be float16, .* got torch\.int8"),
+    ],
+    ids=["a vector", "a stack", "integers"],
+)
+def test_a_weight_that_is_no_matrix_of_numbers_is_refused(weight: Tensor, message: str, counts: Any) -> None:
+    layer = te.Linear(32, 16) if counts is None else te.GroupedLinear(2, 32, 16, device="cpu")
+    values = {"weight": weight} if counts is None else {"weight0": weight, "weight1": weight}
+    arguments = () if counts is None else (counts,)
+    with torch.no_grad(), te.autocast(recipe=NVFP4), pytest.raises(ValueError, match=message):
+        torch.func.functional_call(layer, values, (torch.randn(4, 32), *arguments))
+
+
 @pytest.mark.parametrize("shape", [(16,), (4, 16), (2, 4, 16)], ids=str)
 def test_the_output_may_be_changed_in_place(shape: tuple[int, ...]) -> None:
     layer, grads = te.Linear(16, 16), []
