@@ -156,7 +156,8 @@ class Comparison:
                 *([to_first] if several else []), str(row.seeds), number(row.loss, ".4f"), number(row.fp4_share, ".0%"),
                 number(row.tokens_per_second, ",.0f"), number(memory), str(row.diverged),
             ])  # fmt: skip
-        table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        cells = [[" ".join(cell.replace("|", "\\|").split()) for cell in line] for line in lines]
+        table = "\n".join(f"| {' | '.join(line)} |" for line in cells)
         verdicts = [
             f"- {arm.label}: {verdict.word}: {verdict.text}." for arm in self.arms if (verdict := self.verdict(arm))
         ]

@@ -4,6 +4,7 @@ import io
 import math
 import re
 import statistics as stats
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,7 +28,9 @@ SMOOTHED = 40
 def svg(draw: Callable[[Axes], None], width: float = 5.4, height: float = 3.2) -> str:
     """What ``draw`` draws, as an SVG element that is as wide as its place. Sizes in inches."""
     style: Any = {"svg.fonttype": "none", "svg.hashsalt": "fp4engine", "font.family": "sans-serif", "font.size": 9}
-    with matplotlib.rc_context(style):
+    style["text.parse_math"] = False  # a label may hold dollars
+    with matplotlib.rc_context(style), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # the page's reader has fonts of their own
         figure = Figure(figsize=(width, height), layout="constrained")
         axes: Any = figure.subplots()
         axes.spines[["top", "right"]].set_visible(False)
@@ -152,7 +155,7 @@ def _scale(comparison: Comparison, unit: str) -> tuple[float, str]:
 def _course(run: Result, baseline: Result) -> dict[int, float]:
     """The gap of validation losses by step; of training losses where there is no validation."""
     own, other = (dict(r.validation) if run.validation else _smooth(r) for r in (run, baseline))
-    return {step: 100 * (own[step] / other[step] - 1) for step in own if step in other}
+    return {step: 100 * (own[step] / other[step] - 1) for step in own if other.get(step, 0.0) > 0}
 
 
 def _smooth(run: Result) -> dict[int, float]:

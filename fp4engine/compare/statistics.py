@@ -155,6 +155,8 @@ def seeds_for(deviation: float, distance: float) -> int | None:
 
 def _steps_for(runs: BySeed, baseline: BySeed, distance: float) -> str:
     """By how much longer runs the spread would shrink enough, if it goes on shrinking as from the half to the end."""
+    if any(baseline[seed].loss_until(0.5) <= 0 for seed in gaps(runs, baseline)):
+        return ""
     half, whole = (list(gaps(runs, baseline, share).values()) for share in (0.5, 1.0))
     before, after = statistics.stdev(half), statistics.stdev(whole)
     reach = student(len(whole)) * after / math.sqrt(len(whole))

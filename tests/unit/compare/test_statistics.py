@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fp4engine.cli import main
 from fp4engine.compare import HIGH_PRECISION, InputError, Recorder, Result, plan, read_folders, statistics
 from fp4engine.compare.comparison import Comparison, compare
 from fp4engine.compare.recorder import AGAIN
@@ -53,6 +54,18 @@ def verdict_of(folder: Path, losses: list[float], baseline: list[float], toleran
 def test_the_verdict_is_the_intervals(losses, code, said, tmp_path) -> None:
     verdict = verdict_of(tmp_path, losses, [1.0] * len(losses))
     assert verdict.code == code and re.search(said, verdict.text)
+
+
+def test_losses_of_zero_on_the_way_and_signs_in_labels_end_no_page(tmp_path, capsys) -> None:
+    for recipe, losses in ((None, [1.0, 1.0, 1.0]), ("nvfp4", [1.001, 1.02, 1.03])):
+        label = recipe and "of $1 | $\\frac{\n"
+        for seed, loss in enumerate(losses):
+            with Recorder(tmp_path, recipe=recipe, seed=seed, label=label) as run:
+                for value in (2.0, 0.0, 3.0, loss):
+                    run.step(value)
+    assert main(["compare", "--runs", str(tmp_path)]) == CANNOT_TELL
+    told = capsys.readouterr()
+    assert "\n| of $1 \\| $\\frac{ | +1.70 (" in told.out and not told.err and "or runs of" not in told.out
 
 
 def test_a_baseline_that_diverged_blames_no_recipe(tmp_path) -> None:
