@@ -47,7 +47,7 @@ def gemm(
             product = sum_by_groups(left, right, rules)
         else:
             product = left.float() @ right.float().T
-    product.mul_(alpha)
+    product = product * alpha  # not in place: selective checkpointing may keep the sum
     if bias is not None:
-        product.add_(bias.float())
+        product = product + bias.float()
     return product.to(out_dtype)

@@ -238,10 +238,10 @@ def test_backward_inside_another_region_recomputes_by_the_forwards_recipe(blocks
     assert_same(run(checkpoint), run(plain))
 
 
-def test_selective_checkpointing(blocks):
+@pytest.mark.parametrize("kept", [torch.ops.fp4engine.quantize.default, torch.ops.aten.mm.default], ids=str)
+def test_selective_checkpointing(blocks, kept):
     def policy(context, operator, *args, **kwargs):
-        keep = operator is torch.ops.fp4engine.quantize.default
-        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if operator is kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     selective = partial(
         torch_checkpoint, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, policy)
