@@ -1,5 +1,7 @@
 """Weights of ``quantized_model_init`` under FSDP2, and FusedAdam of what a rank has of them: two processes by gloo."""
 
+import pickle
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import fp4engine.te.pytorch as te
 from fp4engine.te.common import recipe as recipes
@@ -108,8 +111,43 @@ def shard_what_is_there(rank: int, folder: str) -> None:
                     with torch.no_grad():
                         layer.weight.copy_(torch.randn(256, 96))
                 expected = layer.weight.dequantize()
+                copied = deepcopy(layer)
                 fully_shard(layer, mesh=init_device_mesh("cpu", (WORLD,)))
                 assert torch.equal(gathered(layer), expected), (name, trained)
+            new = torch.randn(256, 96)
+            expected = quantized(layer, new)
+            for part in (layer.weight.detach().to_local(), layer.state_dict()["weight"].to_local()):
+                part.zero_()
+                part.copy_(new.chunk(WORLD)[rank])
+                assert torch.equal(gathered(layer), expected), name
+            deepcopy(part), pickle.dumps(part)  # without the process group
+            alone = init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("replicate", "shard"))["shard"]
+            fully_shard(copied, mesh=alone)
+            assert torch.equal(gathered(copied), copied.weight.to_local().dequantize())
+
+
+def write_too_early(rank: int, folder: str) -> None:
+    """Nothing tells a shard of which group it is before FSDP2 gathers it."""
+    with process_group(rank, WORLD, f"{folder}/store", "gloo"):
+        torch.manual_seed(0)
+        for name in ("current", "nvfp4"):
+            with te.quantized_model_init(recipe=RECIPES[name]()):
+                layer = te.Linear(96, 256, bias=False, device="cpu")
+            fully_shard(layer, mesh=init_device_mesh("cpu", (WORLD,)))
+            new = torch.randn(256, 96)
+            with torch.no_grad():
+                layer.weight.copy_(distribute_tensor(new, layer.weight.device_mesh, [Shard(0)]))
+            with pytest.raises(RuntimeError, match="have another scale on each rank, since what was written into them"):
+                layer.unshard()
+            layer.reshard()
+            state = {"weight": distribute_tensor(new, layer.weight.device_mesh, [Shard(0)])}
+            layer.load_state_dict(state)
+            assert torch.equal(gathered(layer), quantized(layer, new))
+
+
+def test_shards_that_were_written_by_scales_of_their_own_are_refused(tmp_path: Path) -> None:
+    """The codes of one rank were decoded by the other one's scale."""
+    spawn(write_too_early, (str(tmp_path),), WORLD)
 
 
 def test_weights_with_values_are_sharded_as_they_are(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from fp4engine.te.pytorch.delayed_wgrad import DelayWgrad, Run
 from fp4engine.te.pytorch.extra_state import ExtraState
 from fp4engine.te.pytorch.main_grad import overwrites_main_grad
 from fp4engine.te.pytorch.module_states import MODES, ModuleStates, recipe_in_force, weights_as_recorded
+from fp4engine.te.pytorch.quantized_tensor import share_amaxes_of_shards
 from fp4engine.te.pytorch.recipe_state import AnyRecipe
 from fp4engine.te.pytorch.roles import QuantizerRole, require_role
 from fp4engine.te.pytorch.state_manager import FP8GlobalStateManager
@@ -126,6 +127,10 @@ class TransformerEngineBaseModule(Placed, ExtraState):
                 part.later = self._additions if self.delay_wgrad_compute else None
         if self._stored_by is not None:
             dress_weights(self, self._stored_by)
+
+    def _load_from_state_dict(self, *arguments: Any, **others: Any) -> None:
+        share_amaxes_of_shards(self)
+        super()._load_from_state_dict(*arguments, **others)
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Initialise the parameters; those on ``meta`` get memory first, where TransformerEngine would place them.
@@ -410,9 +415,7 @@ def materialize(module: torch.nn.Module, preserve: bool = False) -> None:
             stored: Any = getattr(empty, "_local_tensor", empty)
             if isinstance(stored, QuantizedWeight) and preserve:
                 stored._high_precision_init_val = torch.empty(0, dtype=parameter.dtype)
-            made_by: Any = getattr(stored, "_quantizer", None)
-            if stored is not empty and hasattr(made_by, "with_amax_reduction"):
-                made_by.with_amax_reduction, made_by.amax_reduction_group = True, empty.device_mesh.get_group(-1)
+    share_amaxes_of_shards(module)
 
 
 def require_one_rank(kind: str, **arguments: Any) -> None:

@@ -407,6 +407,12 @@ class QuantizedTensorStorage:
         """
         raise NotImplementedError(f"{type(self).__name__} cannot be gathered by FSDP2")
 
+    def _kept_by_shards(self) -> list[Tensor]:
+        """What every shard has and FSDP2 does not gather: FP32 scales of the whole tensor."""
+        gathered = self.fsdp_buffer_fields()
+        kept = [tensor for name, tensor in self._tensors().items() if tensor is not None and name not in gathered]
+        return [tensor.view(-1) for tensor in kept if tensor.dtype == torch.float32]
+
     def fsdp_extract_buffers(self) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
         """What FSDP2 gathers, without padding, and what :meth:`fsdp_assign_gathered` needs beside it."""
         names = self.fsdp_buffer_fields()

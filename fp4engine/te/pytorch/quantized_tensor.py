@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fp4engine.arguments import require_data
 from fp4engine.modules.quantized_weight import QuantizedWeight, taken_apart
+from fp4engine.ops.reduce import ranges
 from fp4engine.quantizers.base import Quantizer as FrozenQuantizer
 from fp4engine.te.pytorch.base_storage import (
     QuantizedTensorStorage,
@@ -231,24 +232,45 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: igno
     def fsdp_pre_all_gather(
         self, mesh: Any, orig_size: Any, contiguous_orig_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[Any, Any]:
-        """What FSDP2 gathers of this shard, and what :meth:`fsdp_post_all_gather` needs beside it."""
-        if mesh is not None and hasattr(self._quantizer, "with_amax_reduction"):
-            self._quantizer.with_amax_reduction, self._quantizer.amax_reduction_group = True, mesh.get_group()
+        """What FSDP2 gathers of this shard, and what :meth:`fsdp_post_all_gather` needs beside it.
+
+        Raises:
+            RuntimeError: the shards do not have one scale, as the whole tensor does.
+        """
+        made_by: Any = self._quantizer
+        if mesh is not None and hasattr(made_by, "with_amax_reduction"):
+            if not getattr(made_by, "shards_agree", False):
+                self._require_one_scale(mesh.get_group())
+            made_by.with_amax_reduction, made_by.amax_reduction_group = True, mesh.get_group()
+            made_by.shards_agree = True
+        share_amaxes_of_shards(module)  # of which this may be a copy on another device
         buffers, meta = self.fsdp_extract_buffers()
-        return buffers, (meta, self.shape[-1:], self)
+        alone = buffers if mesh is not None and mesh.size() == 1 else None  # where PyTorch brings the first of them
+        return buffers, (meta, self.shape[-1:], self, alone)
+
+    def _require_one_scale(self, group: Any) -> None:
+        """Raise a RuntimeError on all ranks of ``group`` unless what is not gathered is the same on each."""
+        kept = self._kept_by_shards()
+        bits = torch.cat(kept).view(torch.int32).tolist() if kept else []
+        if bits and any(least != most for least, most in ranges(bits, [group], self.device.type)):
+            raise RuntimeError(
+                f"the shards of this {type(self).__name__} have another scale on each rank, since what was written "
+                "into them came before FSDP2 had gathered them; write it again, and next time after module.unshard()"
+            )
 
     def fsdp_post_all_gather(
         self, all_gather_outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None
     ) -> tuple[Any, Any]:
         """The whole tensor of what all ranks have gathered, in ``out`` if that is given."""
-        meta, last, shard = metadata
+        meta, last, shard, alone = metadata
+        gathered = all_gather_outputs if alone is None else alone
         if out is None:
-            rows = all_gather_outputs[0].shape[0]
+            rows = gathered[0].shape[0]
             whole = (rows, *shard.shape[1:-1], *last)
             metadata = {**shard.get_metadata(), "fake_dtype": None}
             out = type(shard)(whole, param_dtype, device=all_gather_outputs[0].device, **metadata)
         usages = shard.get_usages()
-        out.fsdp_assign_gathered(all_gather_outputs, meta)
+        out.fsdp_assign_gathered(gathered, meta)
         if usages["columnwise"] and not set(self._SIDES["columnwise"]) <= set(meta.get("field_names", ())):
             for name, tensor in (out._turned("columnwise") or {}).items():  # anew, of the rowwise side
                 setattr(out, name, tensor)
@@ -274,7 +296,7 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: igno
             if func in (aten.detach.default, aten.alias.default):
                 same = first._like(lambda tensor: tensor)
                 same._is_part = first._is_part
-                return same
+                return first._scaling(same)
             if func is aten.clone.default:
                 return first._like(torch.clone)
             if func is aten.copy_.default:
@@ -356,6 +378,13 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: igno
         """All elements by another ``shape``; nothing can be written into a view that lacks a side of this tensor."""
         view = self._with(shape, self._viewed(shape))
         view._is_part = self._is_part or self._has_more_sides(view) or view._has_parts()
+        return self._scaling(view)
+
+    def _scaling(self, view: Any) -> Any:
+        """``view`` of all elements of this shard, into which values are written by the amax of the whole tensor."""
+        if getattr(self._quantizer, "with_amax_reduction", False):
+            view._quantizer.with_amax_reduction = True
+            view._quantizer.amax_reduction_group = self._quantizer.amax_reduction_group
         return view
 
     def _has_parts(self) -> bool:
@@ -368,10 +397,19 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: igno
         kept = {
             name: (source.view(torch.uint8), source.dtype) for name, source in sources.items() if source is not None
         }
-        metadata = self.get_metadata().items()
+        metadata = self._like(lambda tensor: tensor).get_metadata().items()  # of a quantizer without process groups
         stored = {name: value.detach() if isinstance(value, Tensor) else value for name, value in metadata}
         whole = type(self), self.shape, self.dtype, stored
         return rebuild, (*whole, self.requires_grad, isinstance(self, torch.nn.Parameter), kept)
+
+
+def share_amaxes_of_shards(module: torch.nn.Module | None) -> None:
+    """Let what is written into the sharded parameters of ``module`` be scaled by the amax of the whole parameter."""
+    for parameter in () if module is None else module.parameters(recurse=False):
+        made_by: Any = getattr(getattr(parameter, "_local_tensor", None), "_quantizer", None)
+        if hasattr(made_by, "with_amax_reduction"):
+            mesh: Any = parameter.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
+            made_by.with_amax_reduction, made_by.amax_reduction_group = True, mesh.get_group(-1)
 
 
 Part = tuple[torch.Size, dict[str, Any]]

@@ -74,6 +74,16 @@ class Quantizer(Value):
         """Another quantizer with the same settings."""
         return copy.copy(self)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Quantizer":
+        """A quantizer without the process groups of this one, which shards of a model have and no copy can have."""
+        made: Any = self.copy()
+        if getattr(made, "with_amax_reduction", False):
+            made.with_amax_reduction, made.amax_reduction_group = False, None
+        settings = {name: value for name, value in vars(made).items() if name != "shards_agree"}
+        vars(made).clear()
+        vars(made).update(copy.deepcopy(settings, memo))
+        return made
+
     def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
         """Choose which sides to make from now on; None does not change a side's setting."""
         if rowwise is not None:

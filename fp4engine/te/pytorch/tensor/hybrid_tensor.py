@@ -163,6 +163,9 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         """Names of the attributes that FSDP2 gathers, of the rowwise and then of the columnwise side."""
         return tuple(name for part in self._stored() for name in part.fsdp_buffer_fields())
 
+    def _kept_by_shards(self) -> list[Tensor]:
+        return [tensor for part in self._stored() for tensor in part._kept_by_shards()]
+
     def fsdp_extract_buffers(self) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
         """The tensors of both sides that FSDP2 gathers.
 
