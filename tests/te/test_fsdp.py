@@ -14,6 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import fp4engine.te.pytorch as te
 from fp4engine.te.common import recipe as recipes
+from fp4engine.te.pytorch.custom_recipes.quantizer_factory_zoo import nvfp4_row_scaled_fwd_high_precision_bwd_factory
 from tests.ranks import process_group, spawn
 
 WORLD = 2
@@ -102,7 +103,8 @@ def test_steps_are_those_of_whole_weights(name: str, tmp_path: Path) -> None:
 def shard_what_is_there(rank: int, folder: str) -> None:
     with process_group(rank, WORLD, f"{folder}/store", "gloo"):
         torch.manual_seed(0)  # and the largest value of a weight lies on one rank
-        for name, make in RECIPES.items():
+        of_two = recipes.CustomRecipe(qfactory=nvfp4_row_scaled_fwd_high_precision_bwd_factory)
+        for name, make in {**RECIPES, "hybrid": lambda: of_two}.items():
             recipe = make()
             for trained in (False, True):
                 with te.quantized_model_init(recipe=recipe):

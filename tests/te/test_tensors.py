@@ -12,6 +12,7 @@ import fp4engine
 import fp4engine.te.pytorch as te
 from fp4engine.te.common import recipe as recipes
 from fp4engine.te.pytorch.cpp_extensions import general_gemm
+from fp4engine.te.pytorch.custom_recipes.quantizer_factory_zoo import nvfp4_row_scaled_fwd_high_precision_bwd_factory
 
 E4M3 = te.DType.kFloat8E4M3
 
@@ -216,6 +217,26 @@ def test_identity_sides_of_a_hybrid_have_dtypes_of_their_own() -> None:
     tensor = te.HybridQuantizer(rowwise_quantizer=sides[0], columnwise_quantizer=sides[1])(torch.ones(4, 8))
     assert tensor.rowwise_sub_storage._hp_data.dtype == torch.bfloat16
     assert tensor.columnwise_sub_storage._hp_data.dtype == torch.float32
+
+
+def test_sides_of_a_hybrid_that_are_written_keep_their_memory_and_dtype() -> None:
+    """FP32 master weights made the side in high precision one of FP32, which what had been detached did not see."""
+    tensor = hybrid(te.IdentityQuantizer())(torch.zeros(32, 64, dtype=torch.bfloat16))
+    detached, later = tensor.detach(), torch.randn(32, 64)
+    tensor.copy_(later)
+    for side in (tensor.columnwise_sub_storage, detached.columnwise_sub_storage):
+        assert side.dtype == torch.bfloat16 and torch.equal(side.dequantize(), later.bfloat16())
+
+
+def test_a_stored_weight_of_two_casts_is_what_its_quantizer_writes() -> None:
+    recipe = recipes.CustomRecipe(qfactory=nvfp4_row_scaled_fwd_high_precision_bwd_factory)
+    with te.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
+        weight = te.Linear(64, 32, params_dtype=torch.bfloat16, device="cpu").weight
+    before = weight.columnwise_sub_storage.dequantize().clone()
+    assert before.dtype == weight.columnwise_sub_storage._hp_data.dtype == torch.bfloat16
+    with torch.no_grad():
+        weight.copy_(weight.get_high_precision_init_val())
+    assert torch.equal(weight.columnwise_sub_storage.dequantize(), before)
 
 
 def test_strides_of_a_part_are_those_of_the_whole() -> None:

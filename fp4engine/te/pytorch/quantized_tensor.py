@@ -267,14 +267,17 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: igno
         if out is None:
             rows = gathered[0].shape[0]
             whole = (rows, *shard.shape[1:-1], *last)
-            metadata = {**shard.get_metadata(), "fake_dtype": None}
-            out = type(shard)(whole, param_dtype, device=all_gather_outputs[0].device, **metadata)
+            out = shard._to_be_gathered(whole, param_dtype, all_gather_outputs[0].device)
         usages = shard.get_usages()
         out.fsdp_assign_gathered(gathered, meta)
         if usages["columnwise"] and not set(self._SIDES["columnwise"]) <= set(meta.get("field_names", ())):
             for name, tensor in (out._turned("columnwise") or {}).items():  # anew, of the rowwise side
                 setattr(out, name, tensor)
         return out, all_gather_outputs
+
+    def _to_be_gathered(self, shape: Iterable[int], dtype: torch.dtype, device: torch.device) -> Any:
+        """A tensor of the whole ``shape``, that still has what this shard stores."""
+        return type(self)(shape, dtype, device=device, **{**self.get_metadata(), "fake_dtype": None})
 
     @classmethod
     def _lies_like(cls, given: dict[str, Any]) -> Tensor | None:

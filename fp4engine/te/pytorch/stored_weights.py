@@ -65,8 +65,10 @@ def _dressed(weight: Tensor, quantizer: Quantizer) -> QuantizedTensor | None:
 
 
 def _columnwise(weight: QuantizedWeight, quantizer: Quantizer) -> Operand | None:
-    """The columnwise operand, if it is stored, or belongs to another side."""
-    if isinstance(quantizer, HybridQuantizer):
-        again = weight.quantizer.columnwise_source == "rowwise_dequantized"
-        return weight.quantizer.requantize(weight.rowwise, None) if again else weight.columnwise
-    return weight.columnwise if hasattr(weight, "columnwise_codes") else None
+    """The columnwise operand, if it is stored, or belongs to another side: then as ``quantizer`` writes it."""
+    if not isinstance(quantizer, HybridQuantizer):
+        return weight.columnwise if hasattr(weight, "columnwise_codes") else None
+    if quantizer.columnwise_source == "original":
+        return weight.columnwise
+    values = weight.rowwise.dequantize(weight.dtype)
+    return quantizer.columnwise_quantizer.quantize_impl(values).operands.columnwise

@@ -200,12 +200,20 @@ class HybridQuantizedTensor(HybridQuantizedTensorStorage, QuantizedTensor):
         sides = (given.get(f"{side}_storage") for side in cls._SIDES)
         return next((part for part in sides if isinstance(part, Tensor)), None)
 
+    def _to_be_gathered(self, shape: Iterable[int], dtype: torch.dtype, device: torch.device) -> Any:
+        whole = tuple(shape)
+        given: dict[str, Any] = {**self.get_metadata(), "fake_dtype": None}
+        for side, part in self._parts().items():
+            given[f"{side}_storage"] = part._to_be_gathered(whole, part.dtype, device)
+        return type(self)(whole, dtype, device=device, **given)
+
     def _has_parts(self) -> bool:
         return any(getattr(part, "_is_part", False) for part in self._stored())
 
     def _has_all_of(self, shape: torch.Size, given: dict[str, Any]) -> bool:
         sides = [(part, given[f"{side}_storage"].get_metadata()) for side, part in self._parts().items()]
-        return all(part._has_all_of(shape, view) for part, view in sides)
+        coded = [(part, view) for part, view in sides if part._shares_scales]  # high precision may have any view
+        return bool(coded) and all(part._has_all_of(shape, view) for part, view in coded)
 
     def _parted(self, func: Any, args: Any, kwargs: Any) -> list[Part] | None:
         made: dict[str, list[Any]] = {}
@@ -329,20 +337,24 @@ class HybridQuantizer(Quantizer):
         return self.around(tensor.shape, tensor.dtype, tensor.device, parts)
 
     def update_quantized(self, src: Tensor, dst: Any, *, noop_flag: Tensor | None = None) -> Any:
-        """As :meth:`Quantizer.update_quantized`, of the sides that are in use and there."""
+        """As :meth:`Quantizer.update_quantized`, of the sides in use; a side that is not in use stays what it is."""
         self.require_target(src, dst)
-        if noop_flag is not None and bool(noop_flag.any()):
-            return dst
-        for side, by, _ in self._each():
+        used = [(side, by) for side, by, is_used in self._each() if is_used]
+        for side, by in used:
             if dst.has(side):
                 by.require_target(src, getattr(dst, f"_{side}_storage"))
-        made = self._sources(src.detach().to(dst.device))
-        for side, part in made.items():
-            there = getattr(dst, f"_{side}_storage")
-            if there is None:
-                setattr(dst, f"_{side}_storage", part)
+        if noop_flag is not None and bool(noop_flag.any()):
+            return dst
+        values = decoded(src.detach().to(dst.device)).view(dst.shape)
+        for side, by in used:
+            source = values
+            if side == "columnwise" and self.columnwise_source == "rowwise_dequantized":
+                row = dst._rowwise_storage if self.rowwise_usage else self.rowwise_quantizer.quantize_impl(values)
+                source = row.values_in(values.dtype).view(dst.shape)
+            if dst.has(side):
+                by.update_quantized(source, getattr(dst, f"_{side}_storage"))
             else:
-                there._become({name: getattr(part, name) for name in (*part._TENSORS, *part._WORDS)})
+                setattr(dst, f"_{side}_storage", by.quantize_impl(source))
         return dst
 
     def make_empty(self, shape: Iterable[int], *, dtype: torch.dtype = torch.float32, **others: Any) -> Any:
