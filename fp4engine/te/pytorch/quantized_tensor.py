@@ -277,7 +277,8 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: igno
 
     def _to_be_gathered(self, shape: Iterable[int], dtype: torch.dtype, device: torch.device) -> Any:
         """A tensor of the whole ``shape``, that still has what this shard stores."""
-        return type(self)(shape, dtype, device=device, **{**self.get_metadata(), "fake_dtype": None})
+        given: dict[str, Any] = {**self.get_metadata(), "fake_dtype": None}
+        return type(self)(shape, dtype, device=device, **given)
 
     @classmethod
     def _lies_like(cls, given: dict[str, Any]) -> Tensor | None:
