@@ -47,6 +47,11 @@ SHORT_SHARE, FEWEST_SHORT, MOST_SHORT = 15, 8, 40
 def main(arguments: argparse.Namespace) -> int:
     """Do what the arguments ask; returns the exit code."""
     if arguments.runs:
+        idle = [name for name in ("model", "data", "recipes", "ablate", "plan") if getattr(arguments, name)]
+        if idle:
+            raise InputError(
+                f"--runs makes the page of runs that are there: leave out {', '.join(f'--{n}' for n in idle)}"
+            )
         return _page_of(arguments)
     if not arguments.model or not arguments.data:
         raise InputError("give --model and --data, or --runs for runs that another script has made")

@@ -65,7 +65,10 @@ class Estimate:
     def answer(self) -> str:
         """One line: whether it fits, with the two numbers."""
         verdict = "fits" if self.fits else "does not fit"
-        return f"{self.label}: {verdict}, peak {gib(self.peak)} of {gib(self.gpu.memory)} on {self.gpu.name}"
+        reserve = (
+            "" if self.fits or self.peak > self.gpu.memory else f", of which CUDA itself takes {gib(CUDA_RESERVE)}"
+        )
+        return f"{self.label}: {verdict}, peak {gib(self.peak)} of {gib(self.gpu.memory)} on {self.gpu.name}{reserve}"
 
     def __str__(self) -> str:
         adapters = f" frozen, {self.trained:,} of adapters trained" if self.trained != self.parameters else ""

@@ -1,5 +1,6 @@
 """Estimates against what a small model really keeps, and against the recorded runs of benchmarks/training.py."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -482,6 +483,15 @@ def test_what_transformers_cannot_run_is_refused(family: str, said: str, tmp_pat
     model, loss = from_transformers(tmp_path, sequence=600)
     with pytest.raises(ValueError, match=said):
         estimate(model, sequence=600, loss=loss)
+
+
+def test_a_peak_that_only_cuda_leaves_no_room_for_says_so() -> None:
+    made = estimate(Architecture(1, 64, 4, 96, 96), sequence=32, gpu="RTX-4090")
+    assert dataclasses.replace(made, peak=25 << 30).answer.endswith(
+        ": does not fit, peak 25.00 GiB of 24.00 GiB on RTX-4090"
+    )
+    told = dataclasses.replace(made, peak=47 << 29).answer
+    assert told.endswith("peak 23.50 GiB of 24.00 GiB on RTX-4090, of which CUDA itself takes 1.00 GiB")
 
 
 def test_norms_of_heads_keep_what_they_read() -> None:

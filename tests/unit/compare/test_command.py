@@ -332,7 +332,7 @@ def test_fields_that_differ_are_compared_one_at_a_time(folder: Path, capsys) -> 
             "must have different names, got 'mine' twice; rename a file",
         ),
         (["--ablate", "nvfp4", "nvfp4"], "there is nothing to change"),
-        (["--runs", "nowhere"], "there is no folder nowhere"),
+        (["--runs", "nowhere"], "the page of runs that are there: leave out --model, --data, --recipes"),
     ],
 )
 def test_bad_input_gets_one_line_before_anything_is_spent(change: list[str], said: str, folder: Path, capsys) -> None:
@@ -346,6 +346,10 @@ def test_bad_input_gets_one_line_before_anything_is_spent(change: list[str], sai
     (folder / "rules.json").write_text(RuledRecipe(zoo.make("nvfp4"), (Rule(zoo.make("mxfp8"), "absent"),)).to_json())
     assert said in refused(capsys, *QUICK, *change)
     assert not list(folder.rglob("*.part"))
+
+
+def test_a_page_of_runs_needs_their_folder(folder: Path, capsys) -> None:
+    assert "there is no folder nowhere" in refused(capsys, "--runs", "nowhere")
 
 
 @pytest.mark.parametrize(
