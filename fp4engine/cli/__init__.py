@@ -126,7 +126,7 @@ def make_parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(dest="command", metavar="command", required=True, parser_class=Parser)
     for module in COMMANDS:
         name = module.__name__.rpartition(".")[2].replace("_", "-")
-        description = (module.__doc__ or "").strip()
+        description = (module.__doc__ or name).strip()  # python -OO leaves docstrings out
         subparser = subparsers.add_parser(
             name,
             help=description.splitlines()[0],

@@ -30,6 +30,12 @@ def test_every_command_says_what_it_does(capsys) -> None:
         assert module.__doc__.splitlines()[0].split()[0] in text
 
 
+def test_commands_run_where_python_leaves_docstrings_out(monkeypatch, capsys) -> None:
+    for module in COMMANDS:
+        monkeypatch.setattr(module, "__doc__", None)  # as under -OO
+    assert main(["recipes", "nvfp4"]) == 0 and "NVFP4BlockScaling" in capsys.readouterr().out
+
+
 def test_recipes_lists_the_book_and_prints_one_as_json(capsys) -> None:
     assert main(["recipes"]) == 0
     listed = capsys.readouterr().out
