@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -103,9 +104,14 @@ class Linear(Gemms, torch.nn.Linear):
     def reset_parameters(self) -> None:
         """Initialise as ``nn.Linear`` does, or the weight by ``init_method`` and the bias to zero."""
         if self.init_method is None:
-            super().reset_parameters()
+            initialize(self.weight, None, self._as_nn_linear)
         else:
             initialize(self.weight, self.bias, self.init_method)
+
+    def _as_nn_linear(self, weight: Tensor) -> None:
+        """Initialise ``weight`` and the bias as ``nn.Linear`` does."""
+        parameters: Any = SimpleNamespace(weight=weight, bias=self.bias)
+        torch.nn.Linear.reset_parameters(parameters)
 
     def weight_shape(self) -> tuple[int, ...]:
         """(N, K) of the weight, or of ``out_features`` and ``in_features`` if it is computed from other parameters."""

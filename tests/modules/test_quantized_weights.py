@@ -465,6 +465,19 @@ def test_reset_parameters_quantizes_once(kind):
         assert all(map(torch.equal, weight.tensors(), want.tensors()))
 
 
+@pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
+def test_reset_parameters_preserves_what_it_quantizes(make):
+    """A Linear without a method of its own kept the values that it was made with, for other codes."""
+    with fp4engine.quantized_model_init(recipe=RECIPE, preserve_high_precision_init_val=True):
+        module = make()
+    for part in module.modules():
+        if hasattr(part, "reset_parameters"):
+            part.reset_parameters()
+    for weight in weights_of(module):
+        again = QuantizedWeight.from_values(weight.get_high_precision_init_val(), weight.quantizer)
+        assert all(map(torch.equal, again.tensors(), weight.tensors()))
+
+
 def test_assigned_and_shared_data_reach_the_codes():
     weight = build(MODULES["Linear"]).weight
     weight.data = torch.ones(24, 40)
