@@ -308,9 +308,15 @@ class _FromTransformers(Source):
         if self.weights and torch.get_default_device().type != "meta":
             return self._load(auto, dtype).train().to(_device())
         try:
-            return auto.from_config(self.config, dtype=dtype).train()
+            model = auto.from_config(self.config, dtype=dtype)
         except Exception as error:  # as above
             raise InputError(f"--model: {self.file} makes no causal language model: {one_line(error)}") from error
+        if type(self.config) in transformers.AutoModelForMaskedLM._model_mapping and not model.config.is_decoder:
+            raise InputError(
+                f"--model: a token of {self.file} sees the tokens after it, which it is to predict; set "
+                '"is_decoder": true there'
+            )
+        return model.train()
 
     def _load(self, auto: Any, dtype: torch.dtype) -> nn.Module:
         """The model with the weights of the folder, all of them: transformers would draw those that do not fit."""
