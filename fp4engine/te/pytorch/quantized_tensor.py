@@ -395,6 +395,13 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: igno
         """Whether something that this consists of takes no writes."""
         return False
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """As PyTorch's, but for a part: PyTorch would copy where it lies in memory, and that it takes no writes."""
+        if not self._is_part:
+            return super().__deepcopy__(memo)
+        copied = memo[id(self)] = self.detach().clone().requires_grad_(self.requires_grad)
+        return copied
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         sources = {name: remembered(tensor) for name, tensor in self._tensors().items() if tensor is not None}
         # As bytes, and not on the tensors: PyTorch does not read a pickle of E8M0.
