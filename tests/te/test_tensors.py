@@ -372,6 +372,18 @@ def test_what_is_written_into_detached_codes_is_in_the_transpose_too(name: str) 
     assert torch.equal(weight.operands.columnwise.dequantize(), weight.dequantize().T)
 
 
+@pytest.mark.parametrize("name", [*ALL, "hybrid"])
+@pytest.mark.parametrize("used", [False, True])
+def test_a_write_is_in_both_sides_whatever_the_quantizer_uses(name: str, used: bool) -> None:
+    """A hybrid kept the side that is not in use, of the old values; without a side in use nothing was written."""
+    quantizer, later = {**ALL, "hybrid": hybrid()}[name], torch.randn(128, 256)
+    tensor, expected = quantizer(torch.randn(128, 256)), quantizer(later).operands
+    tensor._quantizer.set_usage(rowwise=used, columnwise=False)
+    tensor.copy_(later)
+    for side in ("rowwise", "columnwise"):
+        assert torch.equal(getattr(tensor.operands, side).dequantize(), getattr(expected, side).dequantize())
+
+
 @pytest.mark.parametrize(
     ("quantizer", "mine", "message"),
     [

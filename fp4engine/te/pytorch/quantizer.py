@@ -211,20 +211,21 @@ class Quantizer(Value):
 
         A side that ``dst`` stores and that is not in use is written as well, since what has been detached from ``dst``
         shares its memory. It is dropped then, as in TransformerEngine, unless ``dst`` is written by its own quantizer.
-        Nothing changes if no side is in use.
+        Nothing changes if another one uses no side.
 
         Raises:
             ValueError, RuntimeError: as :meth:`require_target`.
         """
         self.require_target(src, dst)
-        is_used = self.rowwise_usage or self.columnwise_usage
+        is_own = self is dst._quantizer
+        is_used = is_own or self.rowwise_usage or self.columnwise_usage
         if is_used and (noop_flag is None or not bool(noop_flag.any())):
             made_by, stored = self.copy(), dst.get_usages()
             made_by.rowwise_usage |= stored["rowwise"]
             made_by.columnwise_usage |= stored["columnwise"]
             made = made_by._operands(decoded(src.detach().to(dst.device)).view(dst.shape))
             dst._become(type(dst)._encoded(made, self))
-            if self is not dst._quantizer:
+            if not is_own:
                 dst.update_usage(
                     rowwise_usage=None if self.rowwise_usage else False,
                     columnwise_usage=None if self.columnwise_usage else False,

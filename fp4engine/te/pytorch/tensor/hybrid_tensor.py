@@ -337,9 +337,10 @@ class HybridQuantizer(Quantizer):
         return self.around(tensor.shape, tensor.dtype, tensor.device, parts)
 
     def update_quantized(self, src: Tensor, dst: Any, *, noop_flag: Tensor | None = None) -> Any:
-        """As :meth:`Quantizer.update_quantized`, of the sides in use; a side that is not in use stays what it is."""
+        """As :meth:`Quantizer.update_quantized`, but another quantizer leaves sides alone that it does not use."""
         self.require_target(src, dst)
-        used = [(side, by) for side, by, is_used in self._each() if is_used]
+        is_own = self is dst._quantizer
+        used = [(side, by) for side, by, is_used in self._each() if is_used or (is_own and dst.has(side))]
         for side, by in used:
             if dst.has(side):
                 by.require_target(src, getattr(dst, f"_{side}_storage"))
