@@ -8,6 +8,7 @@ name is the module's, with hyphens. :data:`COMMANDS` lists them; a new one is a 
 import argparse
 import io
 import sys
+import traceback
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
@@ -49,6 +50,9 @@ BAD_INPUT = 2
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it: 128 and the signal's number."""
+
+FAULT = 70
+"""Exit code after an error that nobody has foreseen, as in sysexits.h: Python's own, 1, would be a command's "no"."""
 
 PIPE_CLOSED = 141
 """Exit code where whoever read the output has left, so that no answer was given: 128 and SIGPIPE's number."""
@@ -102,6 +106,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         with suppress(OSError):
             _flush()
         parser.exit(BAD_INPUT, f"fp4engine {arguments.command}: {'; '.join(str(error).splitlines())}\n")
+    except Exception:
+        traceback.print_exc()
+        parser.exit(FAULT, f"fp4engine {arguments.command}: this is no answer, but a fault; please report it\n")
 
 
 def _flush() -> None:

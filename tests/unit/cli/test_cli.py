@@ -95,6 +95,15 @@ def test_an_answer_that_nobody_gets_is_no_yes(code: int, buffering: int, monkeyp
         output.close()
 
 
+def test_an_error_that_nobody_has_foreseen_is_no_answer(monkeypatch, capsys) -> None:
+    """Python's exit code 1 would say of an estimate that the model does not fit."""
+    monkeypatch.setattr("fp4engine.cli.estimate.estimate", lambda *_, **__: [].pop())
+    with pytest.raises(SystemExit, match="70"):
+        main(sized())
+    told = capsys.readouterr().err
+    assert "IndexError: pop from empty list" in told and told.endswith("a fault; please report it\n")
+
+
 def test_commands_run_without_what_only_export_needs(monkeypatch, capsys) -> None:
     for name in [name for name in sys.modules if name.startswith("fp4engine.export")]:
         monkeypatch.delitem(sys.modules, name)
