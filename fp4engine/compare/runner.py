@@ -148,7 +148,10 @@ def _outcome(future: Future[Outcome], worker: _Worker) -> str:
         return future.result()
     except BrokenProcessPool:
         worker.pool = worker.make()
-        return "its process has died, for want of memory perhaps; try a smaller --batch, or fewer --jobs"
+        return (
+            "its process has died, for want of memory perhaps, if no error is above; try a smaller --batch, or fewer "
+            "--jobs"
+        )
     except Exception as error:
         return one_line(error)
 

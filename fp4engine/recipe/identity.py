@@ -6,6 +6,7 @@ import inspect
 import json
 from collections.abc import Callable, Iterator
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from fp4engine.formats import CastSpec, ElementFormat
@@ -18,10 +19,11 @@ def identity(recipe: Recipe) -> dict[str, Any]:
     """What tells ``recipe`` from recipes that compute otherwise, as plain JSON values.
 
     Fields at their defaults are left out, so that a field that is added later, whose default is what was done before,
-    changes no identity. A function, as in a ``CustomRecipe``, is its name and a hash of its source.
+    changes no identity. A function, as in a ``CustomRecipe``, is its name and a hash of its file, or of its source where
+    there is no file, as in a notebook.
 
     Raises:
-        ValueError: a function whose source cannot be found, or does not say all, as of a method of an object and of a
+        ValueError: a function whose file cannot be found, or does not say all, as of a method of an object and of a
             function within a function; another value that is no plain one.
     """
     return _plain(recipe)
@@ -60,10 +62,12 @@ def _of_code(function: Callable[..., Any]) -> str:
             "it at the top level of a file"
         )
     try:
-        source = inspect.getsource(function)
+        source, file = inspect.getsource(function).encode(), Path(inspect.getfile(function))
+        if file.is_file() and not name.startswith("fp4engine."):  # with what it calls, and constants that it reads
+            source = file.read_bytes()
     except (TypeError, OSError) as error:
         raise ValueError(f"{name} has no source, by which a changed function is known; define it in a file") from error
-    return f"{name}#{hashlib.sha256(source.encode()).hexdigest()[:12]}"
+    return f"{name}#{hashlib.sha256(source).hexdigest()[:12]}"
 
 
 def differences(first: Recipe, second: Recipe) -> dict[str, tuple[Any, Any]]:

@@ -18,6 +18,7 @@ from fp4engine.compare.comparison import compare
 from fp4engine.compare.files import read_rows
 from fp4engine.compare.training import Places, Training, gradient_noise, train
 from fp4engine.recipe import Casts, CustomRecipe, LinearRecipe, NVFP4BlockScaling, ScheduledRecipe, zoo
+from fp4engine.recipe.argument import imported
 from fp4engine.recipe.base import Recipe
 from fp4engine.recipe.identity import _plain, digest, identity
 from tests.tiny_task import TOKENS, WIDTH, Network, TinyTask, trained
@@ -293,11 +294,16 @@ class OtherFactory(Factory):
     pass
 
 
-def test_a_recipe_of_functions_is_known_by_their_source() -> None:
+def test_a_recipe_of_functions_is_known_by_their_source(tmp_path) -> None:
+    keys: list[str] = []
     key = Run("mine", CustomRecipe(factory), 0).identity({})["recipe"]["qfactory"]
     assert key.startswith("test_runs:factory#") or ":factory#" in key
     with pytest.raises(ValueError, match="has no source"):
         Run("mine", CustomRecipe(eval("lambda role: None")), 0).identity({})
+    for bits in (4, 8, 4):
+        (tmp_path / "mine.py").write_text(f"BITS = {bits}\n\ndef quantizer(role):\n    return BITS\n")
+        keys.append(identity(CustomRecipe(imported(f"{tmp_path}/mine.py:quantizer")))["qfactory"])
+    assert keys[0] == keys[2] != keys[1]
     made = [identity(CustomRecipe(kind(bits))) for kind in (Factory, OtherFactory) for bits in (4, 8)]
     assert len({digest(of_one) for of_one in made}) == 4
     for unsaid in (Factory(4).__call__, lambda role: made):
