@@ -367,6 +367,15 @@ def test_rows_that_were_not_kept_add_nothing(map_type, weighted) -> None:
     assert torch.equal(merged, x * kept / (2 if weighted else 1))
 
 
+@pytest.mark.parametrize("map_type", ["mask", "index"])
+def test_a_rank_without_tokens_gives_experts_no_rows(map_type) -> None:
+    x, routing = torch.empty(0, 8, requires_grad=True), torch.empty(0, 3, dtype=torch.int32)
+    rows, row_map = te.moe_permute(x, routing, map_type=map_type)
+    back = te.moe_unpermute(rows, row_map, torch.empty(0, 3), map_type=map_type)
+    back.sum().backward()
+    assert rows.shape == back.shape == x.grad.shape == (0, 8)
+
+
 def test_padded_experts() -> None:
     x, mask = torch.randn(5, 3), torch.tensor([[1, 0], [1, 1], [0, 1], [1, 0], [0, 1]])
     probs = torch.rand(5, 2) * mask

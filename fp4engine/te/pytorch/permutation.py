@@ -116,7 +116,7 @@ def moe_unpermute(
         each = inp.new_zeros(places.shape[0], inp.shape[1]).index_copy(0, places[: inp.shape[0]], inp)
         if weights is None:
             return each
-        return (each.view(*weights.shape, -1) * weights[..., None].to(wide)).sum(1).to(inp.dtype)
+        return (each.view(*weights.shape, inp.shape[1]) * weights[..., None].to(wide)).sum(1).to(inp.dtype)
     tokens, experts = row_id_map.long()
     rows = inp.to(wide) if pad_offsets is None else inp.index_select(0, _moved(experts, pad_offsets)).to(wide)
     tokens, experts = tokens[: rows.shape[0]], experts[: rows.shape[0]]
