@@ -19,8 +19,8 @@ def identity(recipe: Recipe) -> dict[str, Any]:
     """What tells ``recipe`` from recipes that compute otherwise, as plain JSON values.
 
     Fields at their defaults are left out, so that a field that is added later, whose default is what was done before,
-    changes no identity. A function, as in a ``CustomRecipe``, is its name and a hash of its file, or of its source where
-    there is no file, as in a notebook.
+    changes no identity. A function, as in a ``CustomRecipe``, is its name and a hash of its file, or of its source
+    where there is no file, as in a notebook.
 
     Raises:
         ValueError: a function whose file cannot be found, or does not say all, as of a method of an object and of a
