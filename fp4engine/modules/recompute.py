@@ -108,7 +108,7 @@ def followed_state() -> tuple[AutocastState | None, bool]:
     around = None if checkpoint is None else _surroundings.get(checkpoint)
     if is_recomputed():  # a first run may be here too, in the repeat of another checkpoint, and knows its regions alone
         return (state, False) if around is None or repeat is None else (around.state, True)
-    if checkpoint is not None and (around is None or region_depth() < around.depth):
+    if checkpoint is not None and repeat is None and (around is None or region_depth() < around.depth):
         _surroundings[checkpoint] = Surroundings(state, region_depth())
     return state, True
 

@@ -149,6 +149,25 @@ def test_nested_autocast_inside_the_checkpointed_function(blocks, checkpoint):
     assert_same(gradients(blocks, mixed(checkpoint)), gradients(blocks, mixed(plain)))
 
 
+@WAYS
+def test_a_region_inside_is_left_for_the_innermost_of_those_around(blocks, checkpoint):
+    """What came behind it ran by the region inside, since regions that had closed were around the first run alone."""
+
+    def mixed(use):
+        def inner(inp):
+            with fp4engine.autocast(enabled=False):
+                inp = blocks[0](inp)
+            return blocks[2](blocks[1](inp))
+
+        def forward(inp):
+            with fp4engine.autocast(recipe=OTHER):
+                return use(inner, inp)
+
+        return forward
+
+    assert_same(gradients(blocks, mixed(checkpoint)), gradients(blocks, mixed(plain)))
+
+
 def nested(blocks, use):
     def inner(inp):
         return use(blocks[1], blocks[0](inp))
