@@ -12,7 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from fp4engine.arguments import is_number, require_bools, require_integer, require_one_of, require_patterns
+from fp4engine.arguments import (
+    is_number,
+    require_bools,
+    require_callable,
+    require_integer,
+    require_one_of,
+    require_patterns,
+)
 from fp4engine.estimate.architectures import from_transformers
 from fp4engine.estimate.costs import host_seconds, largest_unit, seconds_of, wire
 from fp4engine.estimate.decoder import LARGEST, MODELS, Architecture, Decoder, add_lora, from_config
@@ -116,6 +123,7 @@ def estimate(
                 "a module of your own is estimated as it is: it needs loss=..., and checkpointing, fsdp, tp and "
                 "lora_rank are for an Architecture"
             )
+        require_callable("loss", loss)
         request = Request(None, lambda: without_memory(model), loss, keep=keep, **step)
         numbers = _numbers(model)
     elif loss is not None:
@@ -170,7 +178,7 @@ def _assemble(
     return Estimate(
         _label(request, name, numbers[0], model), *numbers, held, gradients, states, linears.saved, rest, temporary,
         peak, request.tokens, seconds, useful / (seconds * gpu.bf16), wire(request, model, numel), gpu,
-        tuple(_notes(request, model)),
+        tuple(_notes(request, model)), request.lora_rank > 0,
     )  # fmt: skip
 
 

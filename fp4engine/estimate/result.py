@@ -27,6 +27,7 @@ class Estimate:
         wire: bytes that one GPU sends in a step, by what they are.
         gpu: see :class:`GPU`.
         notes: what is not measured in this estimate, in whole sentences.
+        has_adapters: whether adapters are trained beside a frozen model.
     """
 
     label: str
@@ -45,6 +46,7 @@ class Estimate:
     wire: dict[str, int]
     gpu: GPU
     notes: tuple[str, ...] = field(default=())
+    has_adapters: bool = False
 
     @property
     def tokens_per_second(self) -> float:
@@ -71,9 +73,10 @@ class Estimate:
         return f"{self.label}: {verdict}, peak {gib(self.peak)} of {gib(self.gpu.memory)} on {self.gpu.name}{reserve}"
 
     def __str__(self) -> str:
-        adapters = f" frozen, {self.trained:,} of adapters trained" if self.trained != self.parameters else ""
+        trained = f", of which {self.trained:,} are trained" if self.trained != self.parameters else ""
+        trained = f" frozen, {self.trained:,} of adapters trained" if self.has_adapters else trained
         rows = [
-            ("parameters", f"{gib(self.parameter_bytes)}  ({self.parameters:,}{adapters})"),
+            ("parameters", f"{gib(self.parameter_bytes)}  ({self.parameters:,}{trained})"),
             ("gradients", gib(self.gradient_bytes)),
             ("optimizer", gib(self.optimizer_bytes)),
             ("kept by linears", gib(self.saved_by_linears)),

@@ -485,6 +485,15 @@ def test_what_transformers_cannot_run_is_refused(family: str, said: str, tmp_pat
         estimate(model, sequence=600, loss=loss)
 
 
+def test_what_is_trained_of_a_module_is_told() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 32))
+    module[0].requires_grad_(False)
+    made = estimate(module, loss=lambda model: model(torch.zeros(8, 32)).sum())
+    assert "(4,192, of which 2,080 are trained)" in str(made)
+    with pytest.raises(ValueError, match="loss must be"):
+        estimate(module, loss=3)
+
+
 def test_a_peak_that_only_cuda_leaves_no_room_for_says_so() -> None:
     made = estimate(Architecture(1, 64, 4, 96, 96), sequence=32, gpu="RTX-4090")
     assert dataclasses.replace(made, peak=25 << 30).answer.endswith(
