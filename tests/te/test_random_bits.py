@@ -1,8 +1,11 @@
 """What rounds stochastically draws by PyTorch's generator, as in TransformerEngine."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.utils.checkpoint
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import fp4engine
 import fp4engine.te.pytorch as te
@@ -98,6 +101,12 @@ CHECKPOINTS = {
     "fp4engine's": fp4engine.checkpoint,
     "not": lambda block, x: te.checkpoint(block, x, use_reentrant=False),
     "torch's": lambda block, x: torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False),
+    "selective": lambda block, x: torch.utils.checkpoint.checkpoint(
+        block,
+        x,
+        use_reentrant=False,
+        context_fn=partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default]),
+    ),
 }
 
 
@@ -146,7 +155,7 @@ def test_dropout_beside_a_module_that_is_a_checkpoint_repeats_its_mask(way: str)
 
 
 TOLD = {
-    **{way: call for way, call in CHECKPOINTS.items() if way != "torch's"},
+    **{way: call for way, call in CHECKPOINTS.items() if way not in ("torch's", "selective")},
     "torch's, told": lambda block, x: torch.utils.checkpoint.checkpoint(
         block, x, use_reentrant=False, context_fn=fp4engine.recompute_contexts
     ),
