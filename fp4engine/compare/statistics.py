@@ -120,7 +120,10 @@ def verdict(runs: BySeed, baseline: BySeed, tolerance: float) -> Verdict:
     if not by_seed:
         return Verdict(CANNOT_TELL, "cannot tell", "no baseline with the same seed has finished with a finite loss")
     if not any(run.end.get("quantized_gemms", 1) for run in runs.values()):  # others' scripts do not say
-        text = "no product of the model was quantized; it multiplies by its weights without calling its linear layers"
+        text = (
+            "no product of the model was quantized; it multiplies by its weights without calling its linear layers, or "
+            "the recipe casts nothing in these steps"
+        )
         return Verdict(CANNOT_TELL, "did not run", text)
     gap = interval(list(by_seed.values()))
     if gap.low > tolerance:
