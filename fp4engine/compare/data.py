@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fp4engine.arguments import shown
 from fp4engine.compare.files import InputError, one_line, write_atomically
 
 VALIDATION_SHARE = 20
@@ -226,7 +227,12 @@ def _texts_of(file: Path, field: str, as_bytes: bool) -> Iterator[str]:
 
 
 def _text(record: Any, field: str, file: Path) -> str:
-    if not isinstance(record, dict) or not isinstance(record.get(field), str):
+    if isinstance(record, dict) and field in record and not isinstance(record[field], str):
+        raise InputError(
+            f"--data: {field!r} of a record of {file} must be text, and is {shown(record[field])}; leave the record "
+            "out, or say which field has the text: --text-field"
+        )
+    if not isinstance(record, dict) or field not in record:
         known = ", ".join(record) if isinstance(record, dict) else type(record).__name__
         raise InputError(
             f"--data: a record of {file} has no text in {field!r} (it has {known}); say which: --text-field"

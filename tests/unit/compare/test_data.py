@@ -138,6 +138,11 @@ def test_texts_of_several_bytes_a_character_are_read_alike(tmp_path) -> None:
         (lambda folder: _written(folder / "a.txt", "short"), "leaves .* for training, and a window needs 17"),
         (lambda folder: _written(folder / "a.jsonl", "{"), "line 1 of .*a.jsonl is not JSON"),
         (lambda folder: _written(folder / "a.jsonl", '{"body": "x"}'), r"no text in 'text' \(it has body\); say which"),
+        (
+            lambda folder: _written(folder / "a.jsonl", '{"text": null}'),
+            "'text' of a record of .* must be text, and is None",
+        ),
+        (lambda folder: _written(folder / "a.jsonl", "[1]"), r"no text in 'text' \(it has list\)"),
         (lambda folder: _written(folder / "a.parquet", "nothing"), "is no Parquet file"),
         (lambda folder: _written(folder / "a.txt", "\0"), "there is no text in"),
     ],
