@@ -209,7 +209,7 @@ def _documents(files: Sequence[Path], field: str, as_bytes: bool) -> Iterator[st
 
 def _texts_of(file: Path, field: str, as_bytes: bool) -> Iterator[str]:
     if file.is_dir():
-        yield from (_text(record, field, file) for record in _dataset(file))
+        yield from (_text(record, field, file) for record in _dataset(file, field))
     elif file.suffix == ".parquet":
         yield from (_text(record, field, file) for record in _parquet(file, field))
     elif file.suffix == ".jsonl":
@@ -254,7 +254,7 @@ def _parquet(file: Path, field: str) -> Iterator[dict[str, Any]]:
         raise InputError(f"--data: {file} is no Parquet file ({one_line(error)})") from error
 
 
-def _dataset(folder: Path) -> Iterator[Any]:
+def _dataset(folder: Path, field: str) -> Iterator[Any]:
     try:
         import datasets
     except ModuleNotFoundError as error:
@@ -262,4 +262,4 @@ def _dataset(folder: Path) -> Iterator[Any]:
     loaded: Any = datasets.load_from_disk(str(folder))
     if isinstance(loaded, datasets.DatasetDict):
         loaded = loaded["train"] if "train" in loaded else next(iter(loaded.values()))
-    yield from loaded
+    yield from loaded.select_columns(field) if field in loaded.column_names else loaded  # others may be pictures

@@ -80,6 +80,15 @@ def test_a_data_set_that_was_saved_again_is_other_text(tmp_path) -> None:
     assert read(folder, tmp_path / "out").digest != before.digest
 
 
+def test_pictures_beside_the_text_of_a_data_set_are_not_looked_at(tmp_path) -> None:
+    import datasets
+
+    features = datasets.Features({"text": datasets.Value("string"), "picture": datasets.Image()})
+    broken = [{"bytes": b"none", "path": None}] * len(TEXTS)
+    datasets.Dataset.from_dict({"text": TEXTS, "picture": broken}, features).save_to_disk(str(tmp_path / "saved"))
+    assert read(tmp_path / "saved", tmp_path / "out").training > 1000
+
+
 def test_a_disk_that_fills_is_named(tmp_path, monkeypatch) -> None:
     (tmp_path / "a.txt").write_text("number " * 100)
 
