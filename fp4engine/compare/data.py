@@ -7,11 +7,12 @@ are as many tokens as a run needs. What was read is kept, and read again where t
 import hashlib
 import io
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -139,13 +140,32 @@ def _files(path: Path, written: Path) -> list[Path]:
         raise InputError(f"--data: {path} is neither a file nor a folder")
     if (own := written.resolve()) == (top := path.resolve()):
         raise InputError(f"--data: what is written to --out {written} would be read as text there; give another --out")
-    below = [file for file in sorted(path.rglob("*")) if file.is_file()]
+    below = [file for file in sorted(_below(path)) if file.is_file()]
     if own.is_relative_to(top):  # what a command has written there would be other text for the next one
         below = [file for file in below if not file.resolve().is_relative_to(own)]
     shown = [file for file in below if not any(p.startswith((".", "__")) for p in file.relative_to(path).parts)]
     if not shown:
         raise InputError(f"--data: the folder {path} has no files")
     return shown
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    """What is below a folder and below folders that are links there, each folder once: a link may lead back.
+
+    Raises:
+        InputError: a folder cannot be read.
+    """
+
+    def refuse(error: OSError) -> NoReturn:
+        raise InputError(f"--data: {error.filename} cannot be read ({error.strerror})") from error
+
+    known: set[str] = set()
+    for root, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
+        if (place := os.path.realpath(root)) in known:
+            folders.clear()
+            continue
+        known.add(place)
+        yield from (Path(root, name) for name in names)
 
 
 def _read(

@@ -2,7 +2,9 @@
 
 import errno
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -100,6 +102,31 @@ def test_a_disk_that_fills_is_named(tmp_path, monkeypatch) -> None:
         with pytest.raises(OSError, match=r"No space left on device: .*training.npy"):
             prepare([tmp_path / "a.txt"], encode_bytes(0), "bytes", 100, 9, "text", tmp_path / "out")
     assert prepare([tmp_path / "a.txt"], encode_bytes(0), "bytes", 100, 9, "text", tmp_path / "out").training
+
+
+def test_folders_that_are_links_are_read_once(tmp_path) -> None:
+    for place in ("own", "linked"):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "text.txt").write_text(f"{place} " * 100)
+    for link, target in (("again", "linked"), ("other", "linked"), ("back", "own")):
+        (tmp_path / "own" / link).symlink_to(tmp_path / target)
+    tokens = read(tmp_path / "own", tmp_path / "out")
+    assert tokens.training + tokens.validation == len("own " * 100 + "linked " * 100) + 2
+
+
+def test_a_folder_that_cannot_be_read_is_not_left_out(tmp_path, monkeypatch) -> None:
+    (tmp_path / "shut").mkdir()
+    (tmp_path / "text.txt").write_text("number " * 100)
+    scan = os.scandir
+
+    def scandir(folder: str) -> Any:  # root may read whatever it likes
+        if str(folder).endswith("shut"):
+            raise PermissionError(errno.EACCES, "Permission denied", folder)
+        return scan(folder)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(InputError, match=r"--data: .*shut cannot be read \(Permission denied\)"):
+        read(tmp_path, tmp_path / "out")
 
 
 def test_no_more_is_read_than_a_run_needs(tmp_path) -> None:
