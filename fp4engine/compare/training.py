@@ -459,10 +459,13 @@ def train(
         "precision": training.high_precision,
         **task.facts(),
     }
-    recorder = Recorder(
-        places.finished, recipe=run.recipe, seed=run.seed, setting=setting, label=run.label,
-        first_step=training.step, facts=facts, extra=run.extra,
-    )  # fmt: skip
+    try:
+        recorder = Recorder(
+            places.finished, recipe=run.recipe, seed=run.seed, setting=setting, label=run.label,
+            first_step=training.step, facts=facts, extra=run.extra,
+        )  # fmt: skip
+    except InputError as error:  # which does not know of checkpoints
+        raise InputError(f"{error}: delete {waiting}") from error
     if not training.step:
         shutil.rmtree(recorder.records, ignore_errors=True)  # of a run that was killed before it was saved
     looked_at = {max(round(share * task.steps), 1) - 1 for share in LOOKS} if looks and not task.short else set[int]()

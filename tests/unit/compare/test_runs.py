@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import random
+import shutil
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -105,6 +106,16 @@ def test_a_stopped_run_ends_with_the_bytes_of_one_that_was_not(recipe: Recipe, t
         assert not part.exists() and part.with_name(f"{part.name}.part").exists()
     assert losses(trained(TASK, run, tmp_path / "parts")) == losses(whole)
     assert not list((tmp_path / "parts" / "scratch").iterdir())
+
+
+def test_how_to_begin_anew_without_the_losses_of_before_is_said(tmp_path) -> None:
+    run = Run("run", HIGH_PRECISION, 0)
+    path = trained(TASK, run, tmp_path, stop=lambda: True)
+    path.with_name(f"{path.name}.part").unlink()
+    with pytest.raises(InputError, match=r"or begin the run anew: delete .*scratch/[0-9a-f]{16}$") as refused:
+        trained(TASK, run, tmp_path)
+    shutil.rmtree(str(refused.value).rpartition(" ")[2])
+    assert trained(TASK, run, tmp_path).exists()
 
 
 def test_a_buffer_that_grows_is_continued(tmp_path, monkeypatch) -> None:
