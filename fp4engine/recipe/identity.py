@@ -9,6 +9,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from fp4engine.arguments import shown
 from fp4engine.formats import CastSpec, ElementFormat
 from fp4engine.recipe.base import Recipe, default_of, require_recipes
 from fp4engine.recipe.casts import Casts
@@ -50,7 +51,7 @@ def _plain(value: Any) -> Any:
         return value
     if callable(value):
         return _of_code(value)
-    raise ValueError(f"a recipe with {value!r} has no identity; only plain values and functions have one")
+    raise ValueError(f"a recipe with {shown(value)} has no identity; only plain values and functions have one")
 
 
 def _of_code(function: Callable[..., Any]) -> str:

@@ -8,6 +8,7 @@ import shutil
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -295,7 +296,7 @@ def factory(role):
 
 @dataclass(frozen=True)
 class Factory:
-    bits: int
+    bits: Any
 
     def __call__(self, role):
         raise AssertionError(role)
@@ -317,6 +318,8 @@ def test_a_recipe_of_functions_is_known_by_their_source(tmp_path) -> None:
     assert keys[0] == keys[2] != keys[1]
     made = [identity(CustomRecipe(kind(bits))) for kind in (Factory, OtherFactory) for bits in (4, 8)]
     assert len({digest(of_one) for of_one in made}) == 4
+    with pytest.raises(ValueError, match=r"^a recipe with .{0,100} has no identity"):  # as share_amax makes them
+        identity(CustomRecipe(Factory({"layer": nn.Sequential(*map(nn.Linear, range(9), range(9)))})))
     for unsaid in (Factory(4).__call__, lambda role: made):
         with pytest.raises(ValueError, match="depends on values that its source does not say"):
             identity(CustomRecipe(unsaid))
