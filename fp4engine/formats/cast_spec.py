@@ -5,11 +5,11 @@ An operand is a matrix ``[rows, cols]`` whose LAST axis is the one a GEMM contra
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from functools import cache
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -206,7 +206,11 @@ class CastSpec:
     correction: Correction = Correction.NONE
     search: tuple[int, ...] = ()
     outer_amax: float | None = None
-    key: str = field(init=False, repr=False, compare=False)
+
+    if TYPE_CHECKING:  # no field: Dynamo makes a frozen value anew by all of its fields, and by no others
+
+        @property
+        def key(self) -> str: ...
 
     def __post_init__(self) -> None:
         if complaints := list(_wrong_kinds(self)) or list(_complaints(self)):
@@ -215,7 +219,7 @@ class CastSpec:
             if (number := getattr(self, name)) is not None:
                 object.__setattr__(self, name, float(number))
         object.__setattr__(self, "search", tuple(sorted(self.search, key=lambda offset: (abs(offset), offset))))
-        values = [_print_field(getattr(self, f.name)) for f in fields(self) if f.init and f.name not in _OPTIONAL]
+        values = [_print_field(getattr(self, f.name)) for f in fields(self) if f.name not in _OPTIONAL]
         values += [f"{name}={say(getattr(self, name))}" for name, (say, _) in _OPTIONAL.items() if getattr(self, name)]
         object.__setattr__(self, "key", ":".join(values))
 

@@ -862,6 +862,16 @@ def test_a_block_of_zeros_has_the_scale_1(powers, dim) -> None:
     assert not made.dequantize()[:, :128].any()
 
 
+def test_compiled_code_reads_codes_between_graphs() -> None:
+    """Dynamo keeps the cast of the codes where it leaves a graph, and gave a CastSpec what is no field."""
+    weight, x = te.NVFP4Quantizer(with_2d_quantization=True)(torch.randn(32, 64)), torch.randn(4, 64)
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x @ weight.make_rowwise().dequantize().T
+
+    assert torch.equal(torch.compile(product, backend="eager")(x), product(x))
+
+
 def test_a_quantizer_is_an_argument_of_a_custom_operator() -> None:
     quantizer, x = te.MXFP8Quantizer(E4M3), torch.randn(32, 64)
     kind = get_opaque_type_name(te.MXFP8Quantizer)
