@@ -141,8 +141,8 @@ def convert_for_regions(
 def revert(model: nn.Module) -> None:
     """Undo :func:`convert`, in place: the modules are what they were, with the parameters that they have now.
 
-    Weights that are stored as codes become the values that they decode to. Modules of fp4engine that replace nothing,
-    such as ``LayerNormMLP``, stay.
+    Weights that are stored as codes become the values that they decode to. Modules of fp4engine that replace nothing
+    stay, such as ``LayerNormMLP`` and those of a subclass of ``Linear`` with a forward of its own.
 
     Raises:
         ValueError: ``model`` is a :class:`fp4engine.Linear` itself, or nothing below it was converted; a module was
@@ -154,7 +154,7 @@ def revert(model: nn.Module) -> None:
         raise ValueError("revert swaps the modules inside a model, and this model is itself an fp4engine.Linear")
     held = _held_besides(model)
     for name, module in model.named_modules():
-        if not (isinstance(module, (Linear, TorchMultiheadAttention)) or is_conv1d(module)):
+        if not (_replaces_linear(module) or isinstance(module, TorchMultiheadAttention) or is_conv1d(module)):
             continue
         if "forward" in vars(module):
             raise ValueError(
@@ -164,7 +164,9 @@ def revert(model: nn.Module) -> None:
         if module in held:
             raise ValueError(f"{name!r} would go on following recipes: {held[module]}")
         require_plain_class(name, module, "revert")
-    swaps: dict[nn.Module, nn.Module] = {m: to_linear(m) for m in model.modules() if isinstance(m, Linear)}
+    swaps: dict[nn.Module, nn.Module] = {
+        m: to_linear(m) for m in model.modules() if isinstance(m, Linear) and _replaces_linear(m)
+    }
     modules = list(model.modules())
     forget_storage(model)
     released = [release(module) for module in modules]
@@ -176,6 +178,11 @@ def revert(model: nn.Module) -> None:
         for name, child in list(parent._modules.items()):
             if child in swaps:
                 setattr(parent, name, swaps[child])
+
+
+def _replaces_linear(module: nn.Module) -> bool:
+    """Whether ``module`` is a Linear and computes as one: not of somebody's subclass with a forward of its own."""
+    return isinstance(module, Linear) and type(module).forward.__module__.startswith("fp4engine.")
 
 
 def _convert_linears(

@@ -645,6 +645,19 @@ def test_a_sharded_model_is_converted_and_reverted(group_of_one, each) -> None:
     assert torch.equal(output, high) and all(parameter.grad is not None for parameter in model.parameters())
 
 
+class Scaled(fp4engine.Linear):
+    def forward(self, input, is_first_microbatch=None):
+        return 2 * super().forward(input, is_first_microbatch)
+
+
+def test_revert_leaves_a_subclass_with_a_forward_of_its_own() -> None:
+    model, x = nn.Sequential(Scaled(16, 16), nn.Linear(16, 16)), torch.randn(4, 16)
+    before = model(x)
+    fp4engine.convert(model)
+    fp4engine.revert(model)
+    assert [type(module) for module in model] == [Scaled, nn.Linear] and torch.equal(model(x), before)
+
+
 def test_revert_refuses_a_forward_that_was_replaced_on_the_object() -> None:
     x = torch.randn(4, 16)
     model = nn.Sequential(nn.Linear(16, 32))
