@@ -94,7 +94,8 @@ class Linear(Gemms, torch.nn.Linear):
         """
         if not isinstance(module, torch.nn.Linear):
             raise ValueError(f"module must be a torch.nn.Linear, got {shown(module)}")
-        if not isinstance(module, Linear) and (lost := own_forward(module) or own_attributes(module)):
+        plain = Linear if isinstance(module, Linear) else torch.nn.Linear
+        if type(module) is not cls and (lost := own_forward(module, plain) or own_attributes(module, plain)):
             raise ValueError(f"module must be a plain torch.nn.Linear, got {shown(module)}: {lost}")
         new = cls.__new__(cls)
         new.__dict__.update(torch.nn.Module.__getstate__(module))  # leaves out the compiled call, which runs module
@@ -186,22 +187,22 @@ def _gathered(model: torch.nn.Module) -> set[torch.nn.Module]:
     }
 
 
-def own_forward(module: torch.nn.Linear) -> str:
-    """Why ``module`` does not compute what its class says; empty if it does."""
-    if type(module).forward is not torch.nn.Linear.forward:
+def own_forward(module: torch.nn.Linear, plain: type[torch.nn.Linear] = torch.nn.Linear) -> str:
+    """Why ``module`` does not compute what the class ``plain`` says; empty if it does."""
+    if type(module).forward is not plain.forward:
         return f"{type(module).__name__} has a forward of its own"
     if "forward" in vars(module):
         return "its forward was replaced on the object; convert before wrapping"
     return ""
 
 
-def own_attributes(module: torch.nn.Linear) -> str:
-    """What the class of ``module`` and its bases have beside ``nn.Linear``; empty if nothing.
+def own_attributes(module: torch.nn.Linear, plain: type[torch.nn.Linear] = torch.nn.Linear) -> str:
+    """What the class of ``module`` and its bases have beside the class ``plain``; empty if nothing.
 
     Left out are a constructor, which has run, and what ``fully_shard`` gives to a class, whose work is done by hooks.
     """
     kind, of_fsdp2 = type(module), fsdp_module()
-    bases = [base for base in kind.__mro__ if base not in torch.nn.Linear.__mro__ and not issubclass(base, of_fsdp2)]
+    bases = [base for base in kind.__mro__ if base not in plain.__mro__ and not issubclass(base, of_fsdp2)]
     lost = [name for base in bases for name in vars(base) if name not in vars(_Constructed)]
     return f"{kind.__name__} has {lost[0]!r} of its own, which a swap would lose" if lost else ""
 

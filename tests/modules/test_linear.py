@@ -402,10 +402,15 @@ def test_from_linear_refuses_what_it_would_lose() -> None:
         def __init__(self, size):
             super().__init__(size, size)
 
+    class Halved(te.Linear):
+        def forward(self, input, is_first_microbatch=None):
+            return super().forward(input, is_first_microbatch) / 2
+
     wrapped = nn.Linear(16, 16)
     wrapped.forward = Doubled(16, 16).forward
     for module, said in (
         (Doubled(16, 16), "Doubled has a forward of its own"),
+        (Halved(16, 16), "Halved has a forward of its own"),
         (wrapped, "its forward was replaced on the object"),
         (Named(16, 16), "Named has 'label' of its own"),
         (parametrizations.orthogonal(nn.Linear(16, 16)), "ParametrizedLinear has '.*' of its own"),
@@ -415,6 +420,7 @@ def test_from_linear_refuses_what_it_would_lose() -> None:
     sized = Sized(16)
     assert te.Linear.from_linear(sized).weight is sized.weight
     assert te.Linear.from_linear(te.Linear(16, 16)).out_features == 16
+    assert type(Halved.from_linear(Halved.from_linear(sized))) is Halved
 
 
 def test_a_third_argument_beside_those_of_transformer_engine_is_warned_of() -> None:
