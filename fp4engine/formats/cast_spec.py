@@ -366,7 +366,7 @@ class CastSpec:
             ValueError: ``key`` is not of that form.
         """
         if not isinstance(key, str):
-            raise ValueError(f"not a CastSpec key: {key!r}; a key is the string that spec.key prints")
+            raise ValueError(f"not a CastSpec key: {shown(key)}; a key is the string that spec.key prints")
         return _from_key(key)
 
     def __repr__(self) -> str:

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 
 from fp4engine import formats
-from fp4engine.arguments import is_number, require_bool, require_integer, require_one_of
+from fp4engine.arguments import is_number, require_bool, require_integer, require_one_of, shown
 from fp4engine.environment import choice
 from fp4engine.formats import CastSpec
 from fp4engine.recipe.casts import Casts
@@ -26,6 +26,8 @@ from fp4engine.roles import GEMMS, QuantizerRole
 BACKWARD_OVERRIDES = ("high_precision", "dequantized")
 BACKENDS = ("auto", "reference", "triton", "native")
 ACCUMULATIONS = ("fp32", "blackwell")
+UNKNOWN_NAMED = 8
+"""The most unknown keys that an error names."""
 
 
 class _FormatName(str):
@@ -280,7 +282,7 @@ def require_recipe(recipe: Any) -> None:
     """
     if recipe is not None and not isinstance(recipe, Recipe):
         maker = f"zoo.make({recipe!r})" if isinstance(recipe, str) else "zoo.make"
-        raise ValueError(f"recipe must be an fp4engine.recipe.Recipe ({maker} makes one) or None, got {recipe!r}")
+        raise ValueError(f"recipe must be an fp4engine.recipe.Recipe ({maker} makes one) or None, got {shown(recipe)}")
 
 
 def require_recipes(**recipes: Any) -> None:
@@ -291,7 +293,7 @@ def require_recipes(**recipes: Any) -> None:
     """
     for name, recipe in recipes.items():
         if not isinstance(recipe, Recipe):
-            raise ValueError(f"{name} must be an fp4engine.recipe.Recipe, got {recipe!r}")
+            raise ValueError(f"{name} must be an fp4engine.recipe.Recipe, got {shown(recipe)}")
 
 
 def numbered(number: str) -> Recipe:
@@ -355,6 +357,7 @@ def require_keys(what: str, given: Iterable[str], known: Iterable[str]) -> None:
     """Raise ``ValueError`` naming each key that ``what`` does not have, and the nearest one that it has."""
     known = list(known)
     if unknown := sorted(set(given) - set(known)):
+        unknown = [f"{key:.80}" for key in unknown[:UNKNOWN_NAMED]]
         nearest = {get_close_matches(key, known, n=1, cutoff=0.0)[0]: None for key in unknown} if known else {}
         meant = f" (did you mean {', '.join(nearest)}?)" if nearest else ""
         raise ValueError(f"{what} has no {', '.join(unknown)}{meant}; its fields are {', '.join(known)}")
@@ -367,7 +370,7 @@ def require_object(what: str, value: Any, known: Iterable[str]) -> Mapping[str, 
         ValueError: it is not.
     """
     if not isinstance(value, dict):
-        raise ValueError(f"{what} must be an object of {', '.join(known)}, got {value!r}")
+        raise ValueError(f"{what} must be an object of {', '.join(known)}, got {shown(value)}")
     require_keys(what, value, known)
     return value
 
@@ -380,16 +383,16 @@ def _require_fields(cls: type[Recipe], names: Iterable[str]) -> None:
 def recipe_from_data(data: Any) -> Recipe:
     """The recipe of one parsed JSON object, see :func:`recipe_from_json`."""
     if not isinstance(data, dict):
-        raise ValueError(f"a recipe must be a JSON object with the key 'recipe', got {data!r}")
+        raise ValueError(f"a recipe must be a JSON object with the key 'recipe', got {shown(data)}")
     fields = dict(data)
     name = fields.pop("recipe", None)
     if not isinstance(name, str) or name not in Recipe.registry:
         kinds = ", ".join(sorted(Recipe.registry))
-        raise ValueError(f"a recipe's JSON names its kind under the key 'recipe', one of {kinds}; got {name!r}")
+        raise ValueError(f"a recipe's JSON names its kind under the key 'recipe', one of {kinds}; got {shown(name)}")
     cls = Recipe.registry[name]
     _require_fields(cls, fields)
     values = {key: cls._from_plain(key, value) for key, value in fields.items()}
     try:
         return cls(**values)
     except TypeError as error:  # a field is missing, or of a kind that cannot be compared
-        raise ValueError(f"{name} cannot be made of {values!r}: {error}") from error
+        raise ValueError(f"{name} cannot be made of {shown(values)}: {error}") from error

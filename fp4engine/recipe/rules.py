@@ -7,7 +7,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any, ClassVar
 
-from fp4engine.arguments import is_number, require_integer
+from fp4engine.arguments import is_number, require_integer, shown
 from fp4engine.names import EndOfName, covers
 from fp4engine.recipe.base import Recipe, recipe_from_data, require_object
 from fp4engine.recipe.casts import Casts
@@ -33,7 +33,7 @@ class Rule:
 
     def __post_init__(self) -> None:
         if not isinstance(self.recipe, Recipe):
-            raise ValueError(f"recipe must be a Recipe, LinearRecipe() for high precision, got {self.recipe!r}")
+            raise ValueError(f"recipe must be a Recipe, LinearRecipe() for high precision, got {shown(self.recipe)}")
         if not isinstance(self.name, str):
             raise ValueError(f"name must be a pattern over module names, got {self.name!r}")
         if self.blocks is not None and not (
@@ -99,12 +99,12 @@ class RuledRecipe(_RecipeOfRecipes):
 
     def __post_init__(self) -> None:
         if not isinstance(self.default, Recipe):
-            raise ValueError(f"default must be a Recipe, LinearRecipe() for high precision, got {self.default!r}")
+            raise ValueError(f"default must be a Recipe, LinearRecipe() for high precision, got {shown(self.default)}")
         if not isinstance(self.rules, tuple | list):
-            raise ValueError(f"rules must be a tuple of Rule values, got {self.rules!r}")
+            raise ValueError(f"rules must be a tuple of Rule values, got {shown(self.rules)}")
         for rule in self.rules:
             if not isinstance(rule, Rule):
-                raise ValueError(f"rules must be Rule values, got {rule!r}")
+                raise ValueError(f"rules must be Rule values, got {shown(rule)}")
         object.__setattr__(self, "rules", tuple(self.rules))  # a list has no hash, and may change
         super().__post_init__()
 
@@ -194,7 +194,7 @@ def _rule_from_plain(value: Any) -> Rule:
 
 def _require_list(name: str, value: Any) -> list[Any]:
     if not isinstance(value, list):
-        raise ValueError(f"{name} must be a list, got {value!r}")
+        raise ValueError(f"{name} must be a list, got {shown(value)}")
     return value
 
 
@@ -231,14 +231,14 @@ class ScheduledRecipe(_RecipeOfRecipes):
     def __post_init__(self) -> None:
         pairs = self.phases if isinstance(self.phases, tuple | list) else (self.phases,)
         if any(not isinstance(pair, tuple | list) or len(pair) != 2 for pair in pairs):
-            raise ValueError(f"phases must be a tuple of (first step, recipe), got {self.phases!r}")
+            raise ValueError(f"phases must be a tuple of (first step, recipe), got {shown(self.phases)}")
         starts = [start for start, _ in self.phases]
         whole = all(type(start) is int for start in starts)
         if not starts or not whole or starts[0] != 0 or any(b <= a for a, b in pairwise(starts)):
             raise ValueError(f"phases must start at step 0 and rise in whole steps, got steps {starts}")
         for _, recipe in self.phases:
             if not isinstance(recipe, Recipe):
-                raise ValueError(f"phases must hold recipes, LinearRecipe() for high precision, got {recipe!r}")
+                raise ValueError(f"phases must hold recipes, LinearRecipe() for high precision, got {shown(recipe)}")
         object.__setattr__(self, "phases", tuple(map(tuple, self.phases)))  # a list has no hash, and may change
         super().__post_init__()
 
@@ -268,6 +268,6 @@ class ScheduledRecipe(_RecipeOfRecipes):
         if name == "phases":
             phases = [_require_list("a phase", phase) for phase in _require_list("phases", value)]
             if wrong := [phase for phase in phases if len(phase) != 2]:
-                raise ValueError(f"a phase must be [first step, recipe], got {wrong[0]!r}")
+                raise ValueError(f"a phase must be [first step, recipe], got {shown(wrong[0])}")
             return tuple((start, recipe_from_data(recipe)) for start, recipe in phases)
         return super()._from_plain(name, value)

@@ -84,6 +84,29 @@ def test_what_is_no_json_is_shown(text) -> None:
         recipe_from_json(text)
 
 
+MANY = {f"key {number}": number for number in range(500)}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        list(MANY),
+        {"recipe": MANY},
+        {"recipe": "x" * 5000},
+        {"recipe": "NVFP4BlockScaling", **MANY},
+        {"recipe": "NVFP4BlockScaling", "x" * 5000: 1},
+        {"recipe": "LinearRecipe", "input": list(MANY)},
+        {"recipe": "LinearRecipe", "input": {"rowwise": MANY, "columnwise": None}},
+        {"recipe": "RuledRecipe", "default": {"recipe": "LinearRecipe"}, "rules": MANY},
+        {"recipe": "ScheduledRecipe", "phases": [list(MANY)]},
+    ],
+)
+def test_a_file_that_is_another_one_is_not_printed(data) -> None:
+    with pytest.raises(ValueError) as refused:
+        recipe_from_json(json.dumps(data))
+    assert len(str(refused.value)) < 1000
+
+
 def test_a_key_that_is_there_twice_is_refused() -> None:
     with pytest.raises(ValueError, match="says 'disable_rht' twice"):
         recipe_from_json('{"recipe": "NVFP4BlockScaling", "disable_rht": true, "disable_rht": false}')
