@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fp4engine.arguments import require_member
+from fp4engine.arguments import require_member, shown
 from fp4engine.ops.rng import RandomStream, catch_up, get_rng_state, manual_seed, set_rng_state
 from fp4engine.private import PerThread, backward_pass, constant_when_traced
 from fp4engine.quantizers.delayed import begin_step, end_step
@@ -270,7 +270,7 @@ class autocast(Region):
     ) -> None:
         for name, value in (("enabled", enabled), ("calibrating", calibrating)):
             if not isinstance(value, bool):  # a recipe in its place would be the default one
-                raise ValueError(f"{name} must be True or False, got {value!r}; a recipe goes in recipe=")
+                raise ValueError(f"{name} must be True or False, got {shown(value)}; a recipe goes in recipe=")
         if recipe is None:
             recipe = get_default_recipe()
         require_recipe(recipe)

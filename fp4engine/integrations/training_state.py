@@ -62,7 +62,7 @@ class TrainingState:
         if not isinstance(ranks, Sequence) or not ranks or not all(_is_of_a_rank(state) for state in ranks):
             raise ValueError(
                 "state_dict must be what TrainingState.state_dict returned, "
-                f"{{'ranks': ({{'rng': ..., 'amax_history': ...}}, ...)}}, got {state_dict!r}"
+                f"{{'ranks': ({{'rng': ..., 'amax_history': ...}}, ...)}}, got {shown(state_dict)}"
             )
         rank, size = self._rank_and_size()
         state = ranks[rank % len(ranks)]

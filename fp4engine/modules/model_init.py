@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fp4engine.arguments import require_bool
+from fp4engine.arguments import require_bool, shown
 from fp4engine.modules.gemms import Gemms
 from fp4engine.modules.quantized_weight import QuantizedWeight
 from fp4engine.quantizers import Quantizer
@@ -59,7 +59,7 @@ def quantized_model_init(
     Source: TransformerEngine ``pytorch/quantization.py``, ``quantized_model_init``.
     """
     if not isinstance(enabled, bool):  # a recipe in its place would be ignored
-        raise ValueError(f"enabled must be True or False, got {enabled!r}; a recipe goes in recipe=")
+        raise ValueError(f"enabled must be True or False, got {shown(enabled)}; a recipe goes in recipe=")
     require_bool("preserve_high_precision_init_val", preserve_high_precision_init_val)
     recipe = get_default_recipe() if recipe is None else recipe
     require_recipe(recipe)

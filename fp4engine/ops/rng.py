@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fp4engine import capability
-from fp4engine.arguments import require_bool, require_integer
+from fp4engine.arguments import require_bool, require_integer, shown
 from fp4engine.constants import KEY_STEP
 from fp4engine.private import constant_when_traced
 
@@ -218,7 +218,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
     """
     keys = set(state) - {"follows_torch"} if isinstance(state, dict) else None
     if keys != {"seed", "draws"} or not isinstance(state["draws"], dict):
-        raise ValueError(f"state must be {{'seed': int, 'draws': {{device: int}}}}, got {state!r}")
+        raise ValueError(f"state must be {{'seed': int, 'draws': {{device: int}}}}, got {shown(state)}")
     follows = state.get("follows_torch", False)
     require_bool("state['follows_torch']", follows)
     seed = require_integer("state['seed']", state["seed"])

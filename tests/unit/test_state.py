@@ -7,6 +7,7 @@ import torch
 import torch._dynamo.testing
 
 import fp4engine as te
+from fp4engine.integrations import TrainingState
 from fp4engine.recipe import CustomRecipe, NVFP4BlockScaling
 from fp4engine.state import AutocastState, current_state
 
@@ -106,6 +107,18 @@ def test_arguments(group_of_one) -> None:
         te.autocast(FIRST)
     with pytest.raises(ValueError, match=r"calibrating must be True or False, .* a recipe goes in recipe="):
         te.autocast(True, FIRST)
+
+
+def test_a_model_in_the_wrong_place_is_not_printed() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(50)))
+    for place in (
+        te.autocast, lambda given: te.autocast(recipe=given), te.set_rng_state,
+        lambda given: te.quantized_model_init(given).__enter__(),
+        TrainingState(torch.nn.Linear(8, 8)).load_state_dict,
+    ):  # fmt: skip
+        with pytest.raises(ValueError) as refused:
+            place(model)
+        assert len(str(refused.value)) < 300
 
 
 def test_regions_decorate() -> None:
