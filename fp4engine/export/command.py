@@ -187,6 +187,9 @@ def compare(args: argparse.Namespace) -> int:
             "fp4engine.export.compare_served with batches of its inputs"
         )
     rows = _tokens(args)
+    most = getattr(empty.config.get_text_config(), "max_position_embeddings", None)
+    if most is not None and (longest := max(min(len(row), args.length) for row in rows)) > most:
+        raise ValueError(f"--length must be at most {most}, the model's positions, for sequences of {longest} tokens")
     with quiet():
         model: Any = kind.from_pretrained(args.trained, dtype="auto", use_safetensors=True).eval()
     convert(model, recipe, keep_high_precision=_kept(model, args.keep_high_precision))

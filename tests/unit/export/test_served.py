@@ -162,10 +162,14 @@ def test_the_command_says_it_and_exits_by_the_divergence(tmp_path, model, capsys
         ("[]", "must hold a list of lists of token ids"),
         ("{", "is no JSON"),
         ("[[64]]", "token ids from 0 to 63, got 64"),
+        (
+            json.dumps([[1] * 3000]),
+            "--length must be at most 2048, the model's positions, for sequences of 3000 tokens",
+        ),
     ):
         data.write_text(text)
         with pytest.raises(SystemExit) as left:
-            main(words)
+            main([*words, "--length", "4000"])
         error = capsys.readouterr().err
         assert left.value.code == 2 and complaint in error and error.count("\n") == 1
     for limit in ("nan", "-1"):
