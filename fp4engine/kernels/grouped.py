@@ -24,7 +24,7 @@ from fp4engine.kernels.amax import add_zeros, bits_of_largest, store_amax
 from fp4engine.kernels.cast import Side, products_stay_normal
 from fp4engine.kernels.encode import NAN, block_amax, operand_amax
 from fp4engine.kernels.launch import Launch, LaunchBuilder, Place, TensorMeta, device_facts, meta_of, resolver
-from fp4engine.kernels.load import load_blocks, load_rows
+from fp4engine.kernels.load import load_blocks, load_rows, unknown
 from fp4engine.kernels.quantize import (
     cast_columnwise,
     cast_rowwise,
@@ -72,7 +72,7 @@ def grouped_amax_kernel(
     col_amax = tl.zeros([TILE_M // 16, TILE_K], tl.float32)
     for step in tl.range(0, tl.cdiv(tl.cdiv(K, TILE_K), parts)):
         col0 = (tl.program_id(0) % parts + step * parts) * TILE_K
-        x = load_rows(x_ptr, stride_m, 1, rows, K, row0, col0, TILE_M, TILE_K, False)
+        x = load_rows(x_ptr, stride_m, 1, rows, unknown(K), row0, col0, TILE_M, TILE_K, False)
         if ROW is not None:
             row_amax = tl.maximum(row_amax, block_amax(x), propagate_nan=NAN)
         if COL is not None:
@@ -105,7 +105,7 @@ def grouped_quantize_kernel(
         block = first * tl.cdiv(K, 16)
         out_ptr = row_out_ptr.to(tl.pointer_type(tl.uint32)) + block * ROW.words
         scale_ptr = row_scale_ptr.to(tl.pointer_type(tl.uint8)) + block
-        x = load_blocks(x_ptr, stride_m, 1, rows, K, row0, col0, TILE_M, TILE_K, False)
+        x = load_blocks(x_ptr, stride_m, 1, rows, unknown(K), row0, col0, TILE_M, TILE_K, False)
         amax = tl.load(row_amax_ptr + expert)
         if products_stay_normal(amax, ROW, dtype):
             cast_rowwise(x, amax, out_ptr, scale_ptr, rng_ptr, stream, rows, K, row0, col0,
@@ -117,7 +117,7 @@ def grouped_quantize_kernel(
         block = (first // 16 + expert) * K
         out_ptr = col_out_ptr.to(tl.pointer_type(tl.uint32)) + block * COL.words
         scale_ptr = col_scale_ptr.to(tl.pointer_type(tl.uint8)) + block
-        x = load_rows(x_ptr, stride_m, 1, rows, K, row0, col0, TILE_M, TILE_K, False)
+        x = load_rows(x_ptr, stride_m, 1, rows, unknown(K), row0, col0, TILE_M, TILE_K, False)
         amax = tl.load(col_amax_ptr + expert)
         if products_stay_normal(amax, COL, dtype):
             cast_columnwise(x, amax, out_ptr, scale_ptr, rng_ptr, stream, rows, K, row0, col0,

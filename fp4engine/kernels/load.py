@@ -76,6 +76,19 @@ class Reading(NamedTuple):
 
 
 @triton.jit
+def unknown(length):
+    """``length``; where Triton has made a constant of a 1, a number of which no compiler knows anything.
+
+    Behind a length of 1 every other element is 0. If ptxas 12.8 knows that of one half of a pair of FP16 numbers, it
+    takes maxima of the pair's magnitudes without removing the sign of the other half.
+    """
+    if isinstance(length, tl.tensor):
+        return length
+    else:
+        return tl.program_id(1) + length  # grids have one dimension
+
+
+@triton.jit
 def load_rows(
     x_ptr, stride_m, stride_k, M, K, row0, col0, TILE_M: tl.constexpr, TILE_K: tl.constexpr, EVEN: tl.constexpr
 ):
@@ -168,6 +181,7 @@ def read_rows(
 ):  # fmt: skip
     """Blocks of y as :func:`load_rows` lays them out, from ``(x, statistics, gamma, beta, stride_m, stride_k)``."""
     x_ptr, statistics_ptr, gamma_ptr, beta_ptr, stride_m, stride_k = source
+    K = unknown(K)
     x = load_rows(x_ptr, stride_m, stride_k, M, K, row0, col0, TILE_M, TILE_K, EVEN)
     if PROLOGUE is None:
         return x
@@ -206,6 +220,7 @@ def read_blocks(
 ):  # fmt: skip
     """Blocks of y as :func:`load_blocks` lays them out."""
     x_ptr, statistics_ptr, gamma_ptr, beta_ptr, stride_m, stride_k = source
+    K = unknown(K)
     x = load_blocks(x_ptr, stride_m, stride_k, M, K, row0, col0, TILE_M, TILE_K, EVEN)
     if PROLOGUE is None:
         return x

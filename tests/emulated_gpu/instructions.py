@@ -59,6 +59,7 @@ class Instructions(Registers):
         known = {"SR_TID.X": thread, "SR_LANEID": thread % np.uint64(WARP), "SR_CgaCtaId": thread * np.uint64(0)}
         known["SR_LTMASK"] = (np.uint64(1) << known["SR_LANEID"]) - np.uint64(1)
         known["SR_CTAID.X"] = np.full(self.threads, self.number_of_program, np.uint64)
+        known["SR_CTAID.Y"] = np.zeros(self.threads, np.uint64)
         self.write(operands[0], known[operands[1]], mask)
 
     s2ur = s2r
@@ -468,9 +469,11 @@ class Instructions(Registers):
             a, b = (self.value(source.strip("|")) for source in sources)
             signs = (a ^ b) & np.uint64(0x80008000)
         terms = self.halves(sources, "BF16_V2" in words)
-        halves = [extreme(self.flag(least), list(pair), "NAN" in words) for pair in zip(*terms, strict=True)]
+        halves = [extreme(self.flag(least), list(numbers), "NAN" in words) for numbers in zip(*terms, strict=True)]
         word = self._word(halves, words)
         self.write(target, word & np.uint64(0x7FFF7FFF) | signs if "XORSIGN" in words else word, mask)
+
+    vhmnmx = hmnmx2  # of three numbers
 
     def hfma2(self, words: Words, operands: list[str], mask: np.ndarray) -> None:
         terms = self.halves(operands[1:], "BF16_V2" in words)

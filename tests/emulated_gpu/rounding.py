@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from fractions import Fraction
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ def compared(how: str, a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def extreme(least: np.ndarray, numbers: list[np.ndarray], keeps_nan: bool) -> np.ndarray:
     """Of each place the least number or the largest."""
     smallest, largest = (np.minimum, np.maximum) if keeps_nan else (np.fmin, np.fmax)
-    return np.where(least, smallest(*numbers), largest(*numbers))
+    return np.where(least, reduce(smallest, numbers), reduce(largest, numbers))
 
 
 def fused(a: float, b: float, c: float) -> float:

@@ -125,6 +125,12 @@ def test_shapes(kernel_device, name, shape):
     check(make("normal", *shape, torch.bfloat16), name, kernel_device, ("codes",))
 
 
+@pytest.mark.parametrize("name", ["default forward", "16x16"])
+def test_negative_numbers_of_one_column(kernel_device, name):
+    """Where a compiler knows that every other number is 0, see test_emulated_gpus.py."""
+    check(-make("normal", 20, 1, torch.float16).abs(), name, kernel_device)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_outer_scales_of_128_rows(kernel_device, dtype):
     """Of several groups and a part of one on both sides; a NaN spoils the rows that it shares a scale with."""
