@@ -8,12 +8,11 @@ held against the casts of a recipe; those that were cast otherwise are listed, a
 """
 
 import argparse
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from fp4engine.arguments import require_path
+from fp4engine.files import write_atomically
 from fp4engine.inspect import html, read
 from fp4engine.inspect.reading import FILE
 from fp4engine.recipe import Recipe, recipe_from_argument
@@ -46,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--out must be another file than the record, got {arguments.out!r}")
     if path.is_dir() or not path.resolve().parent.is_dir():
         raise ValueError(f"--out must be a file in a folder that is there, got {str(path)!r}")
-    _write(path, page.encode(errors="backslashreplace"))  # names of files may be no text
+    write_atomically(path, page.encode(errors="backslashreplace"))  # names of files may be no text
     print(path)
     if recipe is None:
         return 0
@@ -76,18 +75,3 @@ def _cast_otherwise(rows: Sequence[dict[str, Any]], recipe: Recipe) -> list[str]
             said = f"{row['gemm']} {row['role']} {row['side']} was cast as {row['cast']!r}, not as {wanted!r}"
             layers.setdefault(said, []).append(row["layer"])
     return [f"{said}: {', '.join(dict.fromkeys(names))}" for said, names in layers.items()]
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Write a file that is there whole or as it was before; what is no file, such as a pipe, is written to."""
-    if path.exists() and not path.is_file():
-        path.write_bytes(content)
-        return
-    path = path.resolve()  # of a link, the file that it names is replaced; a pipe has no such name
-    part = path.with_name(f".{path.name}.incomplete")
-    try:
-        part.write_bytes(content)
-        os.replace(part, path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise

@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from fp4engine.compare import plan, statistics
 from fp4engine.compare.comparison import Comparison, compare
 from fp4engine.compare.data import prepare
-from fp4engine.compare.files import InputError, alone_in, one_line, write_atomically
+from fp4engine.compare.files import InputError, alone_in, one_line
 from fp4engine.compare.page import About, html, title
 from fp4engine.compare.recorder import AGAIN, HIGH_PRECISION, Run
 from fp4engine.compare.results import read, read_folders
@@ -27,6 +27,7 @@ from fp4engine.compare.sensitivity import Sensitivity, measure, short
 from fp4engine.compare.task import TextTask, source_of, without_memory
 from fp4engine.compare.training import Places
 from fp4engine.estimate import Estimate, estimate
+from fp4engine.files import write_atomically
 from fp4engine.recipe import Recipe, recipe_from_argument
 from fp4engine.recipe.identity import ablations, identity
 

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from fp4engine.arguments import shown
-from fp4engine.compare.files import InputError, one_line, write_atomically
+from fp4engine.compare.files import InputError, one_line
+from fp4engine.files import write_atomically
 
 VALIDATION_SHARE = 20
 """One document in 20 is kept for validation; if there are fewer documents, the last twentieth of the text."""

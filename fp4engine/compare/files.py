@@ -1,4 +1,4 @@
-"""Files that are whole or not there, in a folder that one process at a time writes to."""
+"""A folder that one process at a time writes to, and what is read there."""
 
 import fcntl
 import json
@@ -43,28 +43,6 @@ def place_of(error: BaseException) -> str:
         if (file := Path(frame.filename)).is_file() and not any(map(file.resolve().is_relative_to, libraries))
     ]
     return lines[-1] if lines else ""
-
-
-def sync(path: Path) -> None:
-    """Force a file, or a folder's list of names, to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write beside `path`, sync, rename: whoever reads `path` finds the old content or the new, at any moment."""
-    partial = path.with_name(path.name + ".partial")
-    try:
-        partial.write_bytes(content.encode() if isinstance(content, str) else content)
-        sync(partial)
-    except OSError as error:
-        partial.unlink(missing_ok=True)  # what did not fit should not fill the disk
-        raise OSError(error.errno, error.strerror, str(path)) from error
-    os.replace(partial, path)
-    sync(path.parent)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

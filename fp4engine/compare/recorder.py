@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp4engine.arguments import require_integer, require_path, shown
-from fp4engine.compare.files import InputError, read_rows, sync, write_atomically
+from fp4engine.compare.files import InputError, read_rows
+from fp4engine.files import sync, write_atomically
 from fp4engine.inspect.reading import append, stamp
 from fp4engine.recipe import LinearRecipe, Recipe, recipe_from_argument
 from fp4engine.recipe.base import require_recipe

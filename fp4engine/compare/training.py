@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from fp4engine import inspect
 from fp4engine.accounting import executed_gemms
 from fp4engine.compare import checkpoint
-from fp4engine.compare.files import InputError, write_atomically
+from fp4engine.compare.files import InputError
 from fp4engine.compare.loop import (
     LARGEST_GRADIENT_NORM,
     Pace,
@@ -34,6 +34,7 @@ from fp4engine.compare.loop import (
 )
 from fp4engine.compare.recorder import HIGH_PRECISION, Recorder, Run
 from fp4engine.compare.task import Task
+from fp4engine.files import write_atomically
 from fp4engine.inspect.one_pass import buffers_kept
 from fp4engine.inspect.search import keeping
 from fp4engine.modules import get_amax_history, set_amax_history

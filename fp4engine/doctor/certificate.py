@@ -20,6 +20,7 @@ from torch import Tensor
 from fp4engine import capability, doctor, ops
 from fp4engine.arguments import require_integer, require_path
 from fp4engine.doctor import order
+from fp4engine.files import write_atomically
 from fp4engine.formats import CastSpec, Rotation, RoundingMode, Signs
 from fp4engine.ops import sum_model
 from fp4engine.ops.operand import Operand
@@ -172,8 +173,8 @@ def _machine(device: torch.device) -> dict[str, Any]:
 
 
 def write(path: str | Path, certificate: Mapping[str, Any]) -> None:
-    """Write a certificate."""
-    Path(path).write_text(json.dumps(certificate, indent=1) + "\n", encoding="utf-8")
+    """Write a certificate; one that is there is replaced as a whole."""
+    write_atomically(Path(path), json.dumps(certificate, indent=1) + "\n")
 
 
 def read(path: str | Path) -> dict[str, Any]:
