@@ -19,6 +19,7 @@ NOT_IMPLEMENTED = {
     "NVTE_USE_FAST_MATH": "quotients and rotated values are rounded as they are without it, on every machine",
     "NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH": "4over6 compares exact errors, so that every machine chooses alike",
     "NVTE_KEEP_BACKWARD_UNQUANTIZED": "versions since have NVTE_BACKWARD_OVERRIDE='high_precision' for it",
+    "NVTE_ZERO_CENTERED_GAMMA_IN_WTYPE": "norms add 1 to a zero-centered gamma in FP32",
     "NVTE_DPA_FP8_RECIPE_DPA": "attention stays in high precision",
     "NVTE_DPA_FP8_RECIPE_MHA": "attention stays in high precision",
 }

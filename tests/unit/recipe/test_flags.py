@@ -68,6 +68,7 @@ def test_names_that_are_read_and_those_of_others_are_left_alone(monkeypatch) -> 
         "NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH",
         "NVTE_USE_FAST_MATH",
         "NVTE_KEEP_BACKWARD_UNQUANTIZED",
+        "NVTE_ZERO_CENTERED_GAMMA_IN_WTYPE",
         "NVTE_DPA_FP8_RECIPE_DPA",
         "NVTE_DPA_FP8_RECIPE_MHA",
     ],
