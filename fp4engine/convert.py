@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
-from fp4engine.accounting.executed import count_high_precision, stop_counting
+from fp4engine.accounting.executed import count_high_precision, counter_of, stop_counting
 from fp4engine.accounting.planned import (
     ConversionPlan,
     is_never_called,
@@ -35,7 +35,7 @@ from fp4engine.modules.adoption import (
 )
 from fp4engine.modules.identity import forget_root, identify, require_rules, seen_names
 from fp4engine.modules.learned_scales import scales_of
-from fp4engine.modules.linear import own_attributes, own_forward
+from fp4engine.modules.linear import own_attributes, own_forward, require_free_names
 from fp4engine.modules.plans import require_own_recipe
 from fp4engine.modules.torch_attention import TorchMultiheadAttention
 from fp4engine.names import covers
@@ -81,7 +81,8 @@ def convert(
             fp4engine's already, modules cannot follow ``recipe`` outside regions (it is a schedule, or has delayed
             scaling), a rule of it matches no module, or one name of a module and not another, or another argument is
             of another kind; or nothing at all can be converted, and not because the arguments leave it alone. The model
-            is then as it was. A ``recipe`` for weights that learn their scales, and would be cast twice.
+            is then as it was. A linear module was given an attribute by a name that fp4engine's layers use. A
+            ``recipe`` for weights that learn their scales, and would be cast twice.
     """
     require_own_recipe(recipe)
     plan = convert_for_regions(model, recipe, module_filter_fn, keep_high_precision, adapters)
@@ -220,6 +221,10 @@ def _convert_linears(
         reasons[name] = reason
     if all(reasons.values()):
         _require_asked(model, {name: linears[name] for name in linears if name not in kept}, reasons, module_filter_fn)
+    for name, module in linears.items():
+        # those left alone get no attribute but the count of their products
+        if not reasons[name] or ("executed" in vars(module) and counter_of(module) is None):
+            require_free_names(repr(name), module)
     swaps: dict[nn.Module, Linear] = {
         module: Linear.from_linear(module)
         for name, module in linears.items()

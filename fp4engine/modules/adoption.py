@@ -37,7 +37,7 @@ def adoptable(model: nn.Module) -> Iterator[tuple[str, nn.Module, Callable[[], N
                 yield name, module, partial(TorchMultiheadAttention.adopt, module)
         elif hugging_face is not None and not isinstance(module, Gemms):
             if type(module) is hugging_face.Conv1D and "forward" not in vars(module):
-                yield name, module, partial(hugging_face.FP4Conv1D.adopt, module)
+                yield name, module, partial(hugging_face.FP4Conv1D.adopt, module, name)
             elif hugging_face.can_adopt_experts(module):
                 yield name, module, partial(hugging_face.adopt_experts, module)
 

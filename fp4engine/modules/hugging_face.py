@@ -16,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from fp4engine.modules.borrowed import BorrowedGroupedLinear
 from fp4engine.modules.gemms import Gemms
+from fp4engine.modules.linear import require_free_names
 from fp4engine.modules.quantized_weight import QuantizedWeight, decode_parameters
 from fp4engine.modules.recompute import computed
 
@@ -27,8 +28,9 @@ class FP4Conv1D(Gemms, Conv1D):
     """``y = x W + b`` with W [K, N]: a ``Conv1D`` in every respect outside an autocast region."""
 
     @staticmethod
-    def adopt(module: Conv1D) -> None:
-        """Turn ``module`` into an FP4Conv1D, in place."""
+    def adopt(module: Conv1D, name: str) -> None:
+        """Turn ``module``, which its model calls ``name``, into an FP4Conv1D, in place."""
+        require_free_names(repr(name), module)
         module.__class__ = FP4Conv1D
         assert isinstance(module, FP4Conv1D)
         module._configure(None, None, False, "linear", (module.nf, module.nx))

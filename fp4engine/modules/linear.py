@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fp4engine.arguments import require_bool, require_callable, require_integer, require_model, shown
-from fp4engine.functional import WeightCache
+from fp4engine.functional import ExecutedGemms, WeightCache
 from fp4engine.functional.weight_cache import require_sealed, told_of_steps
 from fp4engine.modules.gemms import Gemms
 from fp4engine.modules.model_init import store_weight
@@ -90,13 +91,15 @@ class Linear(Gemms, torch.nn.Linear):
         """A Linear that shares the parameters, hooks and mode of ``module``; ``module.compile()`` is not handed on.
 
         Raises:
-            ValueError: ``module`` is no ``nn.Linear``, or computes or has something of its own that would be lost.
+            ValueError: ``module`` is no ``nn.Linear``, or computes or has something of its own that would be lost, or
+                was given an attribute by a name that this class uses.
         """
         if not isinstance(module, torch.nn.Linear):
             raise ValueError(f"module must be a torch.nn.Linear, got {shown(module)}")
         plain = Linear if isinstance(module, Linear) else torch.nn.Linear
         if type(module) is not cls and (lost := own_forward(module, plain) or own_attributes(module, plain)):
             raise ValueError(f"module must be a plain torch.nn.Linear, got {shown(module)}: {lost}")
+        require_free_names("module", module)
         new = cls.__new__(cls)
         new.__dict__.update(torch.nn.Module.__getstate__(module))  # leaves out the compiled call, which runs module
         new._configure(name, recipe, False)
@@ -205,6 +208,28 @@ def own_attributes(module: torch.nn.Linear, plain: type[torch.nn.Linear] = torch
     bases = [base for base in kind.__mro__ if base not in plain.__mro__ and not issubclass(base, of_fsdp2)]
     lost = [name for base in bases for name in vars(base) if name not in vars(_Constructed)]
     return f"{kind.__name__} has {lost[0]!r} of its own, which a swap would lose" if lost else ""
+
+
+def require_free_names(name: str, module: torch.nn.Module) -> None:
+    """Check that nobody gave ``module``, which is called ``name``, an attribute by a name that layers of fp4engine use.
+
+    Raises:
+        ValueError: somebody did.
+    """
+    if isinstance(module, Gemms):
+        return
+    given = {*vars(module), *module._parameters, *module._buffers, *module._modules} & _own_names()
+    if isinstance(vars(module).get("executed"), ExecutedGemms):  # of a layer that an earlier convert left alone
+        given.remove("executed")
+    if given:
+        raise ValueError(f"{name} must have no attribute {min(given)!r}, a name that fp4engine's layers use; rename it")
+
+
+@cache
+def _own_names() -> set[str]:
+    """What a Linear has and an ``nn.Linear`` has not, but for ``init_method``, which it keeps when it is reverted."""
+    ours, plain = Linear(0, 0, device="meta"), torch.nn.Linear(0, 0, device="meta")
+    return set(dir(ours)) - set(dir(plain)) - {"init_method"}
 
 
 class _Constructed:

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrizations
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.pytorch_utils import Conv1D
 
 import fp4engine
 from fp4engine.quantizers import IdentityQuantizer
@@ -187,6 +188,27 @@ def test_modules_that_a_swap_would_change_are_left_alone_with_a_reason(
     if reason:
         assert model["odd"] is module
         assert reason in reasons["odd"]
+
+
+@pytest.mark.parametrize("attribute", ["shape", "executed", "module_type", "plan", "multiply", "seen_as", "name"])
+def test_an_attribute_by_a_name_of_ours_is_refused_and_stays(attribute: str) -> None:
+    model = nn.ModuleDict({"odd": nn.Linear(16, 16), "conv": Conv1D(16, 16), "plain": nn.Linear(16, 16)})
+    said = f"must have no attribute '{attribute}', a name that fp4engine's layers use; rename it"
+    for odd in ("odd", "conv"):
+        setattr(model[odd], attribute, "mine")
+        with pytest.raises(ValueError, match=f"^'{odd}' {said}"):
+            fp4engine.convert(model)
+        assert getattr(model[odd], attribute) == "mine" and type(model["plain"]) is nn.Linear
+        if odd == "odd" and attribute != "executed":
+            for _ in range(2):
+                fp4engine.convert(model, keep_high_precision=["odd"])
+            fp4engine.revert(model)
+            assert getattr(model[odd], attribute) == "mine"
+        delattr(model[odd], attribute)
+    model["init"] = fp4engine.Linear(16, 16, init_method=nn.init.zeros_)
+    fp4engine.convert(model, keep_high_precision=["plain"])
+    fp4engine.revert(model)
+    assert len(fp4engine.convert(model).converted) == 4
 
 
 def test_nothing_to_convert_is_refused_unless_that_was_asked() -> None:
