@@ -13,6 +13,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from fp4engine.files import sync
+
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
@@ -58,26 +60,18 @@ def whole_directory(directory: Path) -> Generator[Path]:
         for path in (*made.iterdir(), made):
             if path.is_file():
                 path.chmod(0o666 & ~mask)
-            _to_disk(path)
+            sync(path)
         _require_absent(directory)
         os.replace(made, directory)
     except BaseException:
         shutil.rmtree(made, ignore_errors=True)
         raise
-    _to_disk(directory.parent)
+    sync(directory.parent)
 
 
 def _require_absent(directory: Path) -> None:
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ValueError(f"directory {str(directory)!r} is there already and not empty; choose another or remove it")
-
-
-def _to_disk(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 class ShardWriter:
