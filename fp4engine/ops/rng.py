@@ -119,7 +119,9 @@ def _follow(seed: int) -> None:
         return
     before, known.now = known.now, now
     is_seeded, begun = now[0] > before[0], (_to_int64(seed), dict[str, int]())
-    if not _seed or (begun[0] == _seed[0] and not is_seeded and now not in known.left):
+    if not _seed:  # nothing was drawn of the seed before, and will go on there
+        _seed.append(_to_int64(before[1]))
+    if begun[0] == _seed[0] and not is_seeded and now not in known.left:
         return
     with _disable_current_modes():  # a script may seed PyTorch under FakeTensorMode, which refuses real tensors
         known.left[before] = _seed[0], _draw_numbers()

@@ -174,6 +174,14 @@ def test_a_fork_within_which_pytorch_is_seeded_repeats_no_draw(restored, inside)
         assert draws(1) == [[5 if restored else 7, first + 1]]
 
 
+def test_a_fork_before_the_first_draw_takes_none_of_the_stream_outside() -> None:
+    torch.manual_seed(7)
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        draws(3)
+    assert draws(1) == [[7, 1]]
+
+
 def test_seeding_every_step_keeps_no_seeds_for_ever() -> None:
     for seed in range(1000):
         torch.manual_seed(seed)
