@@ -96,8 +96,8 @@ class Linear(Gemms, torch.nn.Linear):
         """
         if not isinstance(module, torch.nn.Linear):
             raise ValueError(f"module must be a torch.nn.Linear, got {shown(module)}")
-        plain = Linear if isinstance(module, Linear) else torch.nn.Linear
-        if type(module) is not cls and (lost := own_forward(module, plain) or own_attributes(module, plain)):
+        plain = next(kind for kind in (cls, Linear, torch.nn.Linear) if isinstance(module, kind))
+        if lost := own_forward(module, plain) or own_attributes(module, plain):
             raise ValueError(f"module must be a plain torch.nn.Linear, got {shown(module)}: {lost}")
         require_free_names("module", module)
         new = cls.__new__(cls)

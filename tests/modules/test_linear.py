@@ -408,10 +408,13 @@ def test_from_linear_refuses_what_it_would_lose() -> None:
 
     wrapped = nn.Linear(16, 16)
     wrapped.forward = Doubled(16, 16).forward
+    rewired = te.Linear(16, 16)
+    rewired.forward = te.Linear(16, 16).forward
     for module, said in (
         (Doubled(16, 16), "Doubled has a forward of its own"),
         (Halved(16, 16), "Halved has a forward of its own"),
         (wrapped, "its forward was replaced on the object"),
+        (rewired, "its forward was replaced on the object"),
         (Named(16, 16), "Named has 'label' of its own"),
         (parametrizations.orthogonal(nn.Linear(16, 16)), "ParametrizedLinear has '.*' of its own"),
     ):
