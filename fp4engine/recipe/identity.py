@@ -56,14 +56,15 @@ def _plain(value: Any) -> Any:
 
 def _of_code(function: Callable[..., Any]) -> str:
     name = f"{getattr(function, '__module__', '?')}:{getattr(function, '__qualname__', repr(function))}"
+    inner = inspect.unwrap(function)  # as of functools.cache
     is_bound = inspect.ismethod(function) and not isinstance(function.__self__, type)
-    if is_bound or getattr(function, "__closure__", None):
+    if is_bound or any(getattr(part, "__closure__", None) for part in (function, inner)):
         raise ValueError(
             f"{name} depends on values that its source does not say, of its object or of a function around it; define "
             "it at the top level of a file"
         )
     try:
-        source, file = inspect.getsource(function).encode(), Path(inspect.getfile(function))
+        source, file = inspect.getsource(inner).encode(), Path(inspect.getfile(inner))
         if file.is_file() and not name.startswith("fp4engine."):  # with what it calls, and constants that it reads
             source = file.read_bytes()
     except (TypeError, OSError) as error:

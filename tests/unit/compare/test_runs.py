@@ -6,7 +6,7 @@ import math
 import random
 import shutil
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -320,7 +320,8 @@ def test_a_recipe_of_functions_is_known_by_their_source(tmp_path) -> None:
     assert len({digest(of_one) for of_one in made}) == 4
     with pytest.raises(ValueError, match=r"^a recipe with .{0,100} has no identity"):  # as share_amax makes them
         identity(CustomRecipe(Factory({"layer": nn.Sequential(*map(nn.Linear, range(9), range(9)))})))
-    for unsaid in (Factory(4).__call__, lambda role: made):
+    assert identity(CustomRecipe(cache(factory))) == identity(CustomRecipe(factory))
+    for unsaid in (Factory(4).__call__, lambda role: made, cache(lambda role: made)):
         with pytest.raises(ValueError, match="depends on values that its source does not say"):
             identity(CustomRecipe(unsaid))
 
