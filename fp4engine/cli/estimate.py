@@ -36,8 +36,10 @@ PASSED_ON = (
 )  # fmt: skip
 """Arguments that :func:`fp4engine.estimate.estimate` takes as they are."""
 
-OF_SIZES = ("checkpointing", "fsdp", "tp", "lora_rank", "quantized_base", "fp4_all_gather")
-"""Arguments for models that are built of sizes."""
+OF_SIZES = {
+    "checkpointing": False, "fsdp": 1, "tp": 1, "lora_rank": 0, "quantized_base": False, "fp4_all_gather": False,
+}  # fmt: skip
+"""Arguments for models that are built of sizes, with their defaults."""
 
 OPTIONAL_SIZES = {
     "kv_heads": "key and value heads (default: as many as --heads)",
@@ -86,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.config is not None and _family(arguments.config) not in (None, *FAMILIES):
         _refuse_sizes(arguments)
         if given := [
-            f"--{name.replace('_', '-')}" for name in OF_SIZES if getattr(arguments, name) not in (False, 0, 1)
+            f"--{name.replace('_', '-')}" for name, default in OF_SIZES.items() if getattr(arguments, name) != default
         ]:
             raise ValueError(
                 f"{' and '.join(given)} must be left out with {arguments.config}, of which only "

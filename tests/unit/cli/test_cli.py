@@ -130,8 +130,8 @@ def test_a_config_of_another_family_is_built_by_transformers(tmp_path, capsys) -
     assert main(command) == 0
     assert f"{tmp_path.name} in nvfp4, 0.07M parameters in float32" in capsys.readouterr().out
     with pytest.raises(SystemExit):
-        main([*command, "--lora-rank", "8", "--fsdp", "2"])
-    assert "--fsdp and --lora-rank must be left out with" in capsys.readouterr().err
+        main([*command, "--lora-rank", "1", "--fsdp", "2", "--checkpointing"])
+    assert "--checkpointing and --fsdp and --lora-rank must be left out with" in capsys.readouterr().err
 
 
 def sized(**sizes: Any) -> list[str]:
