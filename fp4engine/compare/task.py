@@ -311,10 +311,12 @@ class _FromTransformers(Source):
             model = auto.from_config(self.config, dtype=dtype)
         except Exception as error:  # as above
             raise InputError(f"--model: {self.file} makes no causal language model: {one_line(error)}") from error
-        if type(self.config) in transformers.AutoModelForMaskedLM._model_mapping and not model.config.is_decoder:
+        switch = "causal" if hasattr(model.config, "causal") else "is_decoder"  # XLM has another name for it
+        is_causal = type(self.config) not in transformers.AutoModelForMaskedLM._model_mapping
+        if not (is_causal or getattr(model.config, switch)):
             raise InputError(
                 f"--model: a token of {self.file} sees the tokens after it, which it is to predict; set "
-                '"is_decoder": true there'
+                f'"{switch}": true there'
             )
         return model.train()
 

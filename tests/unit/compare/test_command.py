@@ -293,6 +293,7 @@ def test_fields_that_differ_are_compared_one_at_a_time(folder: Path, capsys) -> 
         (["--model=my_model.py:frozen"], "no parameter of the model is trained"),
         (["--model=my_model.py:cached"], "my_model.py:cached() must make a new model each time"),
         (["--model=both_ways"], 'sees the tokens after it, which it is to predict; set "is_decoder": true there'),
+        (["--model=xlm"], 'sees the tokens after it, which it is to predict; set "causal": true there'),
         (["--model=pictures"], "has no vocab_size, so it is no language model; give module:function"),
         (["--recipes", "my_recipes.py:fails"], "my_recipes.py:fails() fails: KeyError: 'mine'"),
         (["--recipes", "my_recipes.py:within"], "must be at the top level of their file: AttributeError: Can't pickle"),
@@ -343,6 +344,7 @@ def test_bad_input_gets_one_line_before_anything_is_spent(change: list[str], sai
     CONFIGURATIONS["llama"]().save_pretrained(folder / "tokens")
     transformers.ViTConfig().save_pretrained(folder / "pictures")
     transformers.BertConfig().save_pretrained(folder / "both_ways")
+    transformers.XLMConfig().save_pretrained(folder / "xlm")
     (folder / "no_python.py").write_text("def make(:")
     (folder / "other" / "mine.json").write_text(zoo.make("mxfp8").to_json())
     (folder / "rules.json").write_text(RuledRecipe(zoo.make("nvfp4"), (Rule(zoo.make("mxfp8"), "absent"),)).to_json())
