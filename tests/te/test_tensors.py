@@ -384,6 +384,19 @@ def test_a_write_is_in_both_sides_whatever_the_quantizer_uses(name: str, used: b
         assert torch.equal(getattr(tensor.operands, side).dequantize(), getattr(expected, side).dequantize())
 
 
+def test_a_write_casts_the_second_side_from_the_first_as_it_was_written() -> None:
+    """Not from another rounding of the same values, where the first side rounds stochastically."""
+    first, second = te.NVFP4Quantizer(stochastic_rounding=True), te.NVFP4Quantizer(rowwise=False)
+    made_by = te.HybridQuantizer(
+        rowwise_quantizer=first, columnwise_quantizer=second, columnwise_source="rowwise_dequantized"
+    )
+    tensor = made_by(torch.randn(32, 64))
+    tensor._quantizer.set_usage(rowwise=False, columnwise=True)
+    tensor.copy_(torch.randn(32, 64))
+    expected = second(tensor.rowwise_sub_storage.dequantize(dtype=torch.float32)).operands.columnwise
+    assert torch.equal(tensor.operands.columnwise.data, expected.data)
+
+
 @pytest.mark.parametrize(
     ("quantizer", "mine", "message"),
     [

@@ -350,7 +350,8 @@ class HybridQuantizer(Quantizer):
         for side, by in used:
             source = values
             if side == "columnwise" and self.columnwise_source == "rowwise_dequantized":
-                row = dst._rowwise_storage if self.rowwise_usage else self.rowwise_quantizer.quantize_impl(values)
+                is_written = used[0][0] == "rowwise"
+                row = dst._rowwise_storage if is_written else self.rowwise_quantizer.quantize_impl(values)
                 source = row.values_in(values.dtype).view(dst.shape)
             if dst.has(side):
                 by.update_quantized(source, getattr(dst, f"_{side}_storage"))
