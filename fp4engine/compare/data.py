@@ -139,19 +139,19 @@ def _files(path: Path, written: Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise InputError(f"--data: {path} is neither a file nor a folder")
-    if (own := written.resolve()) == (top := path.resolve()):
+    if written.resolve() == path.resolve():
         raise InputError(f"--data: what is written to --out {written} would be read as text there; give another --out")
-    below = [file for file in sorted(_below(path)) if file.is_file()]
-    if own.is_relative_to(top):  # what a command has written there would be other text for the next one
-        below = [file for file in below if not file.resolve().is_relative_to(own)]
-    shown = [file for file in below if not any(p.startswith((".", "__")) for p in file.relative_to(path).parts)]
-    if not shown:
+    below = sorted(_below(path, written))
+    if not below:
         raise InputError(f"--data: the folder {path} has no files")
-    return shown
+    return below
 
 
-def _below(folder: Path) -> Iterator[Path]:
-    """What is below a folder and below folders that are links there, each folder once: a link may lead back.
+def _below(folder: Path, written: Path) -> Iterator[Path]:
+    """The files below a folder and below folders that are links there, each folder once: a link may lead back.
+
+    Left out are names that begin as hidden ones and caches do, and what is ``written``, which would be other text for
+    the next command.
 
     Raises:
         InputError: a folder cannot be read.
@@ -160,13 +160,15 @@ def _below(folder: Path) -> Iterator[Path]:
     def refuse(error: OSError) -> NoReturn:
         raise InputError(f"--data: {error.filename} cannot be read ({error.strerror})") from error
 
-    known: set[str] = set()
+    known = {os.path.realpath(written)}
     for root, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
         if (place := os.path.realpath(root)) in known:
             folders.clear()
             continue
         known.add(place)
-        yield from (Path(root, name) for name in names)
+        folders[:] = sorted(name for name in folders if not name.startswith((".", "__")))
+        files = (Path(root, name) for name in names if not name.startswith((".", "__")))
+        yield from (file for file in files if file.is_file())
 
 
 def _read(

@@ -108,14 +108,17 @@ def test_folders_that_are_links_are_read_once(tmp_path) -> None:
     for place in ("own", "linked"):
         (tmp_path / place).mkdir()
         (tmp_path / place / "text.txt").write_text(f"{place} " * 100)
-    for link, target in (("again", "linked"), ("other", "linked"), ("back", "own")):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "text.txt").write_text("what a command has written ")
+    for link, target in (("again", "linked"), ("other", "linked"), ("back", "own"), ("written", "out")):
         (tmp_path / "own" / link).symlink_to(tmp_path / target)
     tokens = read(tmp_path / "own", tmp_path / "out")
     assert tokens.training + tokens.validation == len("own " * 100 + "linked " * 100) + 2
 
 
 def test_a_folder_that_cannot_be_read_is_not_left_out(tmp_path, monkeypatch) -> None:
-    (tmp_path / "shut").mkdir()
+    """One that is hidden is."""
+    (tmp_path / ".hidden_shut").mkdir()
     (tmp_path / "text.txt").write_text("number " * 100)
     scan = os.scandir
 
@@ -125,6 +128,8 @@ def test_a_folder_that_cannot_be_read_is_not_left_out(tmp_path, monkeypatch) -> 
         return scan(folder)
 
     monkeypatch.setattr(os, "scandir", scandir)
+    assert read(tmp_path, tmp_path / "out").training
+    (tmp_path / "shut").mkdir()
     with pytest.raises(InputError, match=r"--data: .*shut cannot be read \(Permission denied\)"):
         read(tmp_path, tmp_path / "out")
 
