@@ -13,7 +13,6 @@ from torch import Tensor
 
 from fp4engine import ops
 from fp4engine.formats import CastSpec, Outer
-from fp4engine.functional.plan import LinearPlan
 from fp4engine.functional.program import Request
 from fp4engine.quantizers import Quantizer
 from fp4engine.roles import TENSOR_TYPES
@@ -65,10 +64,6 @@ class Shards(NamedTuple):
         """The groups over which the outer amaxes of both sides of a tensor are reduced."""
         shard: Shard = getattr(self, role)
         return _groups(quantizer.rowwise_spec, shard, 1), _groups(quantizer.columnwise_spec, shard, 0)
-
-    def needs_reduction(self, plan: LinearPlan) -> bool:
-        """Whether the ranks have to reduce amaxes for a cast of ``plan``."""
-        return any(any(self.groups_of(role, getattr(plan, role))) for role in TENSOR_TYPES)
 
     def with_place(self, request: Request) -> Request:
         """``request``, whose draw, if it has one, now tells where this rank's part lies in the whole tensor."""

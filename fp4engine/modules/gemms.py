@@ -282,8 +282,7 @@ class Gemms(Planned):
             ValueError: as :func:`require_same_layer`, of the ranks of the group.
         """
         if group is not None:
-            if Shards().and_over(group, plan.in_group).needs_reduction(plan):
-                require_same_layer(plan, group, inp, weight, self._label())
+            require_same_layer(plan, group, inp, weight, self._label())
             shards = shards.and_over(group, plan.in_group)
         if self.draws_as is not None:
             layer, replica = self.draws_as

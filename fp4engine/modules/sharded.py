@@ -110,12 +110,10 @@ def rows_in_order(plan: LinearPlan, group: Any, inp: Tensor | FusedInput, weight
     split = _rows_split(group, rows)
     _require_whole_blocks(plan, {"M": split}, name)
     of_input, of_weight, of_grad = (_shard({"M": split}, *_AXES[role]) for role in _AXES)
-    shards = Shards(of_input, of_weight, of_grad, 0)
     draws = plan.draws_in_forward or plan.draws_in_backward
-    if not (draws or shards.needs_reduction(plan)):
-        return shards
     # With unequal numbers of rows, different rows would be rounded by the same random bits.
-    return shards._replace(rank=agreed_rank(plan, (group,), inp, weight, name, rows if draws else None))
+    rank = agreed_rank(plan, (group,), inp, weight, name, rows if draws else None)
+    return Shards(of_input, of_weight, of_grad, rank)
 
 
 def _rows_split(group: Any, rows: int) -> _Split:

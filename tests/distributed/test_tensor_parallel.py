@@ -562,8 +562,8 @@ def unlike(rank: int, mesh, alone):
             for layer in layers[rank:]:
                 x = layer(x)
 
-    def context(x):
-        with fp4engine.autocast(recipe=zoo.make("nvfp4"), cp_group=mesh.get_group()):
+    def context(x, recipe="nvfp4", group="cp_group"):
+        with fp4engine.autocast(recipe=zoo.make(recipe), **{group: mesh.get_group()}):
             fp4engine.Linear(64, 64)(x)
 
     x, said = torch.ones(64, 64), {}
@@ -572,6 +572,8 @@ def unlike(rank: int, mesh, alone):
         "other rounding": lambda: parallel(x, (zoo.make("nvfp4"), NEAREST)[rank]),
         "other layer": lambda: skipping(x),
         "other rows": lambda: context(x[: 32 * (1 + rank)]),
+        "nothing shared": lambda: context(x, ("nvfp4", "mxfp8")[rank], "amax_reduction_group"),
+        "nothing shared in order": lambda: context(x, ("nvfp4", "mxfp8")[rank]),
     }.items():
         sharded._known.clear()  # as if the group were new
         with pytest.raises(ValueError) as error:
@@ -746,8 +748,16 @@ UNLIKE = {
     "other rounding": r"Linear: the ranks \[0, 1\] share .* grad_output e2m1:1x16:e4m3:amax:448.0:6.0:tensor:%s:",
     "other layer": r"%s: the ranks \[0, 1\] share .* not all of them run the same layer by the same recipe",
     "other rows": r"Linear: the ranks \[0, 1\] share .* on as many rows\. .* an input of torch.float32 with %s rows, ",
+    "nothing shared": r"Linear: the ranks \[0, 1\] share .*, and the casts: input %s:",
+    "nothing shared in order": r"Linear: the ranks \[0, 1\] share .*, and the casts: input %s:",
 }
-DOES = {"other rounding": ("stochastic", "even"), "other layer": ("0", "1"), "other rows": ("32", "64")}
+DOES = {
+    "other rounding": ("stochastic", "even"),
+    "other layer": ("0", "1"),
+    "other rows": ("32", "64"),
+    "nothing shared": ("e2m1", "e4m3"),
+    "nothing shared in order": ("e2m1", "e4m3"),
+}
 """What the error says that each rank does."""
 
 
