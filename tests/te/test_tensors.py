@@ -720,6 +720,7 @@ def test_parts_share_bytes_and_take_no_writes(name: str) -> None:
         with pytest.raises(RuntimeError, match="a write into a view"):
             part.copy_(torch.zeros_like(expected))
         copied = copy.deepcopy(part)
+        assert isinstance(copy.deepcopy(torch.nn.Parameter(part)), torch.nn.Parameter)
         assert torch.equal(copied.dequantize(), expected) and not copied.zero_().dequantize().any()
     assert torch.equal(whole.dequantize(), values)
     if name != "FP8":

@@ -399,8 +399,10 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: igno
         """As PyTorch's, but for a part: PyTorch would copy where it lies in memory, and that it takes no writes."""
         if not self._is_part:
             return super().__deepcopy__(memo)
-        copied = memo[id(self)] = self.detach().clone().requires_grad_(self.requires_grad)
-        return copied
+        copied = self.detach().clone()
+        if isinstance(self, torch.nn.Parameter):
+            return torch.nn.Parameter(copied, self.requires_grad)
+        return copied.requires_grad_(self.requires_grad)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         sources = {name: remembered(tensor) for name, tensor in self._tensors().items() if tensor is not None}
