@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 from types import CellType, FunctionType, MethodType
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -165,9 +165,7 @@ def revert(model: nn.Module) -> None:
         if module in held:
             raise ValueError(f"{name!r} would go on following recipes: {held[module]}")
         require_plain_class(name, module, "revert")
-    swaps: dict[nn.Module, nn.Module] = {
-        m: to_linear(m) for m in model.modules() if isinstance(m, Linear) and _replaces_linear(m)
-    }
+    swaps: dict[nn.Module, nn.Module] = {m: to_linear(m) for m in model.modules() if _replaces_linear(m)}
     modules = list(model.modules())
     forget_storage(model)
     released = [release(module) for module in modules]
@@ -181,7 +179,7 @@ def revert(model: nn.Module) -> None:
                 setattr(parent, name, swaps[child])
 
 
-def _replaces_linear(module: nn.Module) -> bool:
+def _replaces_linear(module: nn.Module) -> TypeGuard[Linear]:
     """Whether ``module`` is a Linear and computes as one: not of somebody's subclass with a forward of its own."""
     return isinstance(module, Linear) and type(module).forward.__module__.startswith("fp4engine.")
 
