@@ -218,10 +218,21 @@ class ServedCheckpoint:
         return {part: self.tensors[f"{layer}.{part}"] for part in self.form.parts(self.layers[layer][0])}
 
     def operand(self, layer: str) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Codes, block scales and outer scale FP32 [1] of a layer's weight, as stored; None for what it has not."""
+        """Codes, block scales and outer scale FP32 [1] of a layer's weight, as stored; None for what it has not.
+
+        Raises:
+            CheckpointError: a block scale is negative, or no finite number.
+        """
         names = self.form.names[self.layers[layer][0]]
         codes, scales = (None if name is None else self.tensors[f"{layer}.{name}"] for name in names[:2])
         assert codes is not None
+        if scales is not None:
+            numbers = (scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales).float()
+            if wrong := numbers[~((numbers >= 0) & numbers.isfinite())].tolist():
+                raise CheckpointError(
+                    f"{self.tensors.directory}: '{layer}.{names[1]}' must hold finite block scales of at least 0, got "
+                    f"{wrong[0]}"
+                )
         return codes, scales, None if names[2] is None else self._outer(f"{layer}.{names[2]}")
 
     def weight(self, layer: str, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -716,6 +716,13 @@ class TestHostile:
         with pytest.raises(CheckpointError, match=r"model\.layers\.0\.mlp\.up_proj"):
             ServedCheckpoint(folder)
 
+    @pytest.mark.parametrize(("byte", "value"), [(0x7F, "nan"), (0xB8, "-1.0")])
+    def test_a_block_scale_that_is_no_number_or_negative(self, folder, byte, value) -> None:
+        layer, spoilt = "model.layers.0.mlp.up_proj", torch.tensor(byte, dtype=torch.uint8).view(torch.float8_e4m3fn)
+        self.change(folder, f"{layer}.weight_scale", lambda t: torch.cat([spoilt.expand(1, t.shape[1]), t[1:]]))
+        with pytest.raises(CheckpointError, match=f"'{layer}.weight_scale' must hold finite .* 0, got {value}"):
+            ServedCheckpoint(folder).weight(layer)
+
 
 def test_others_may_read_what_the_umask_lets_them(tmp_path) -> None:
     before = os.umask(0o022)
