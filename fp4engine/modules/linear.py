@@ -228,8 +228,8 @@ def require_free_names(name: str, module: torch.nn.Module) -> None:
 @cache
 def _own_names() -> set[str]:
     """What a Linear has and an ``nn.Linear`` has not, but for ``init_method``, which it keeps when it is reverted."""
-    ours, plain = Linear(0, 0, device="meta"), torch.nn.Linear(0, 0, device="meta")
-    return set(dir(ours)) - set(dir(plain)) - {"init_method"}
+    ours = {*dir(Linear), *vars(Gemms())}
+    return ours - {*dir(torch.nn.Linear), *vars(torch.nn.Module()), "init_method"}
 
 
 class _Constructed:

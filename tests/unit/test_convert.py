@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 import fp4engine
+from fp4engine.modules.linear import _own_names
 from fp4engine.quantizers import IdentityQuantizer
 from fp4engine.recipe import CustomRecipe, LinearRecipe, NVFP4BlockScaling, Rule, RuledRecipe, ScheduledRecipe
 
@@ -209,6 +210,12 @@ def test_an_attribute_by_a_name_of_ours_is_refused_and_stays(attribute: str) -> 
     fp4engine.convert(model, keep_high_precision=["plain"])
     fp4engine.revert(model)
     assert len(fp4engine.convert(model).converted) == 4
+
+
+def test_the_first_convert_of_a_process_warns_of_nothing(recwarn) -> None:
+    _own_names.cache_clear()
+    fp4engine.convert(nn.Sequential(nn.Linear(16, 16)))
+    assert not recwarn.list
 
 
 def test_nothing_to_convert_is_refused_unless_that_was_asked() -> None:
