@@ -132,7 +132,10 @@ def _merged(ranks: Sequence[Any], seed: int) -> dict[str, Any]:
 
 def _largest(key: str, histories: list[dict[str, Any]]) -> dict[str, Any]:
     """The amaxes that a reduction over these ranks would have found; NaN where one has NaN."""
-    if all("left" in history for history in histories):
+    if len(kinds := {frozenset(history) for history in histories}) > 1:
+        forms = " and as ".join(sorted(str(sorted(kind)) for kind in kinds))
+        raise ValueError(f"the ranks that saved the training state remember {key} as {forms}: by several recipes")
+    if "left" in histories[0]:
         return {"amax": max(h["amax"] for h in histories), "left": min(h["left"] for h in histories)}
     lengths = {len(history["values"]) for history in histories}
     if len(lengths) > 1:

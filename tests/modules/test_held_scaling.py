@@ -199,6 +199,18 @@ def test_states_of_another_number_of_ranks_are_merged_to_the_largest_amax_and_th
     assert fp4engine.get_amax_history(layer)[":input"] == {"amax": 7.0, "left": 1}
 
 
+def test_states_of_ranks_that_followed_several_recipes_cannot_be_merged() -> None:
+    states = []
+    for recipe in (HELD, zoo.make("fp8_delayed")):
+        layer = fp4engine.Linear(32, 32)
+        forward(layer, 2.0, recipe)
+        states += TrainingState(layer).state_dict()["ranks"]
+    said = r"remember :input as \['amax', 'left'\] and as \['amax', 'open', 'values'\]: by several recipes"
+    for ranks in (states, states[::-1]):
+        with pytest.warns(UserWarning, match="saved by 2 ranks"), pytest.raises(ValueError, match=said):
+            TrainingState(layer).load_state_dict({"ranks": ranks})
+
+
 def test_an_evaluation_is_scaled_by_the_last_sample_and_leaves_it_alone() -> None:
     layer = fp4engine.Linear(32, 32)
     recipe = HELD.replace(hold=1)
