@@ -339,7 +339,8 @@ def initialize(weight: Tensor, bias: Tensor | None, method: Callable[[Tensor], A
 
     A weight that is stored as codes becomes what ``method`` makes of its values, quantized once. Operations in place
     on such a weight round one by one, so a method of several would make another weight. Where FSDP2 has sharded it,
-    ``method`` makes the rows of this rank. A weight that has preserved its values preserves the new ones.
+    ``method`` is given a DTensor, as of any other weight, whose random values differ from rank to rank. A weight that
+    has preserved its values preserves the new ones.
     """
     if bias is not None:
         torch.nn.init.zeros_(bias)
@@ -347,8 +348,13 @@ def initialize(weight: Tensor, bias: Tensor | None, method: Callable[[Tensor], A
     if not isinstance(stored, QuantizedWeight):
         method(weight)
         return
-    values = torch.nn.Parameter(stored.detach().dequantize(), weight.requires_grad)
-    method(values)
+    values = whole = stored.detach().dequantize()
+    if stored is not weight:
+        spread: Any = weight
+        whole = type(spread).from_local(
+            values, spread.device_mesh, spread.placements, run_check=False, shape=spread.shape, stride=spread.stride()
+        )
+    method(torch.nn.Parameter(whole, weight.requires_grad))
     with torch.no_grad():
         stored.copy_(values)
     if stored._high_precision_init_val is not None:

@@ -42,10 +42,17 @@ def quantized(layer: torch.nn.Linear, values: torch.Tensor) -> torch.Tensor:
 
 
 def sharded(recipe, rows: int) -> torch.nn.Linear:
+    shapes: list[torch.Size] = []
+
+    def init(weight: torch.Tensor) -> None:
+        shapes.append(weight.shape)
+        torch.nn.init.normal_(weight, std=0.023)
+
     with te.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
-        layer = te.Linear(128, rows, bias=False, params_dtype=torch.float32, device="meta")
+        layer = te.Linear(128, rows, bias=False, params_dtype=torch.float32, device="meta", init_method=init)
     fully_shard(layer, mesh=init_device_mesh("cpu", (WORLD,)))
     layer.reset_parameters()
+    assert shapes[-1] == (rows, 128)  # a DTensor: by itself each rank of one seed would draw the same rows
     return layer
 
 
