@@ -104,6 +104,18 @@ def test_an_error_that_nobody_has_foreseen_is_no_answer(monkeypatch, capsys) -> 
     assert "IndexError: pop from empty list" in told and told.endswith("a fault; please report it\n")
 
 
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory.\nTried 2 GiB")])
+def test_memory_that_is_not_there_is_no_fault(error, monkeypatch, capsys) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("fp4engine.cli.estimate.estimate", full)
+    with pytest.raises(SystemExit, match="2"):
+        main(sized())
+    told = capsys.readouterr().err
+    assert told.startswith("fp4engine estimate: not enough memory: ") and told.count("\n") == 1
+
+
 def test_commands_run_without_what_only_export_needs(monkeypatch, capsys) -> None:
     for name in [name for name in sys.modules if name.startswith("fp4engine.export")]:
         monkeypatch.delitem(sys.modules, name)
