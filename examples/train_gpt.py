@@ -19,8 +19,9 @@ from typing import Any, NoReturn
 import torch
 
 import fp4engine
-from fp4engine.compare.files import LOCK, alone_in, write_atomically
+from fp4engine.compare.files import LOCK, alone_in
 from fp4engine.compare.loop import compute_repeatably
+from fp4engine.files import write_atomically
 from gpt import report
 from gpt.data import Corpus, load_corpus
 from gpt.model import GPT

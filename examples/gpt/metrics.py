@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fp4engine.compare.files import InputError, read_rows, write_atomically
+from fp4engine.compare.files import InputError, read_rows
+from fp4engine.files import write_atomically
 
 
 class Metrics:

@@ -10,8 +10,8 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from fp4engine.compare.files import write_atomically
 from fp4engine.compare.plan import one_seed
+from fp4engine.files import write_atomically
 from gpt.metrics import read_metrics
 from gpt.settings import HIGH_PRECISION, Settings, folder_of
 from gpt.training import Result

@@ -14,7 +14,6 @@ from tqdm import tqdm
 
 import fp4engine
 from fp4engine.compare import checkpoint
-from fp4engine.compare.files import sync, write_atomically
 from fp4engine.compare.loop import (
     LARGEST_GRADIENT_NORM,
     Pace,
@@ -25,6 +24,7 @@ from fp4engine.compare.loop import (
     reset_peak_memory,
     stop_on_signals,
 )
+from fp4engine.files import sync, write_atomically
 from fp4engine.recipe import Recipe, recipe_from_json
 from gpt.data import Corpus
 from gpt.measure import saved_by_linears
