@@ -108,10 +108,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         with suppress(OSError):
             _flush()
         parser.exit(BAD_INPUT, f"fp4engine {arguments.command}: {'; '.join(str(error).splitlines())}\n")
-    except Exception as error:
-        if isinstance(error, MemoryError | torch.OutOfMemoryError):
-            said = " ".join(str(error).split()) or "this process may have no more"
-            parser.exit(BAD_INPUT, f"fp4engine {arguments.command}: not enough memory: {said}\n")
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        said = " ".join(str(error).split()) or "this process may have no more"
+        parser.exit(BAD_INPUT, f"fp4engine {arguments.command}: not enough memory: {said}\n")
+    except Exception:
         traceback.print_exc()
         parser.exit(FAULT, f"fp4engine {arguments.command}: this is no answer, but a fault; please report it\n")
 
