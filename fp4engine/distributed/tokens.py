@@ -5,18 +5,23 @@ tokens, so ranks need no collective but the one that sends the rows. In NVFP4 a 
 and four bytes.
 """
 
+import hashlib
 from collections.abc import Sequence
 from math import prod
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from fp4engine import ops
 from fp4engine.arguments import require_integer, shown
 from fp4engine.formats import CastSpec, Correction, Outer
 from fp4engine.ops.cast import amax_shape
+from fp4engine.ops.reduce import ranges
+from fp4engine.private import constant_when_traced
 from fp4engine.quantizers import Quantizer
 from fp4engine.quantizers.base import FLOATS
 from fp4engine.tensor import Operand
@@ -42,7 +47,8 @@ def all_to_all_tokens(
         input_splits: how many rows go to each rank; they add up to M.
         group: None is all ranks.
         quantizer: how tokens are cast for the way; None sends them uncast. Every token has to be cast by itself,
-            as ``NVFP4Quantizer(row_scaled_nvfp4=True)`` does. All ranks give an equal one.
+            as ``NVFP4Quantizer(row_scaled_nvfp4=True)`` does. All ranks give an equal one, and tokens of one dtype and
+            K: they compare these at the first call with such tokens and quantizers.
         grad_quantizer: the same for their gradients, which ``stochastic_rounding=True`` suits. Random bits are
             this process's.
 
@@ -52,7 +58,7 @@ def all_to_all_tokens(
     Raises:
         ValueError: ``tokens`` are no plain matrix of floating-point numbers; splits are not one count for each rank of
             ``group``, or do not add up to M; this process is not in ``group``; a quantizer is something else, or does
-            not cast every token by itself.
+            not cast every token by itself; the ranks give other dtypes, K or quantizers.
     """
     if not isinstance(tokens, Tensor) or tokens.ndim != 2 or tokens.dtype not in FLOATS:
         got = f"{tokens.dtype} of shape {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else shown(tokens)
@@ -66,6 +72,11 @@ def all_to_all_tokens(
     sent = _counts("input_splits", input_splits, ranks)
     if sum(sent) != tokens.shape[0]:
         raise ValueError(f"input_splits must add up to the {tokens.shape[0]} rows of tokens, got {sent}")
+    specs = [None if cast is None else cast.rowwise_spec for cast in (quantizer, grad_quantizer)]
+    width = None if torch.compiler.is_dynamo_compiling() else tokens.shape[1]  # which may be traced for many
+    group = dist.group.WORLD if group is None else group
+    keys = ["none" if spec is None else spec.key for spec in specs]
+    _require_same_rows(ops.names_of((group,)), tokens.device.type, str(tokens.dtype), width, keys[0], keys[1])
     return _AllToAll.apply(tokens, received, sent, group, quantizer, grad_quantizer)
 
 
@@ -152,6 +163,36 @@ def _row_bytes(spec: CastSpec, cols: int) -> list[int]:
 
 def _outer_amaxes(spec: CastSpec, cols: int) -> int:
     return prod(amax_shape(spec, 1, cols))
+
+
+_known: WeakKeyDictionary[Any, set[tuple[str, str, str]]] = WeakKeyDictionary()
+"""``group -> the dtypes and casts`` by which its ranks were found to send rows alike. It goes with the group."""
+
+
+@constant_when_traced
+def _require_same_rows(names: str, device: str, dtype: str, width: int | None, cast: str, grad_cast: str) -> None:
+    """Compare what makes a row among the ranks of the group ``names`` when they first send rows of such a kind.
+
+    Rows of different sizes make gloo abort a process, or arrive as other numbers. The width is no part of what is
+    remembered: a rank that runs eagerly what the others have compiled would wait for them.
+
+    Raises:
+        ValueError: on every rank, if they differ.
+    """
+    (group,) = ops.groups_named(names)
+    known = _known.setdefault(group, set())
+    if (dtype, cast, grad_cast) in known:
+        return
+    facts = {"dtype": dtype, "width": width, "quantizer": cast, "grad_quantizer": grad_cast}
+    digests = [hashlib.blake2b(repr(fact).encode(), digest_size=8).digest() for fact in facts.values()]
+    found = ranges([int.from_bytes(digest, "little", signed=True) for digest in digests], (group,), device)
+    odd = [name for name, (least, most) in zip(facts, found, strict=True) if least != most]
+    if odd:
+        raise ValueError(
+            f"the ranks {dist.get_process_group_ranks(group)} exchange tokens, and not all of them give the same "
+            f"{' and '.join(odd)}. Here: {', '.join(f'{name} {fact}' for name, fact in facts.items())}"
+        )
+    known.add((dtype, cast, grad_cast))
 
 
 def _require_token_cast(name: str, quantizer: Quantizer | None) -> None:

@@ -1,6 +1,7 @@
 """Tokens sent to other ranks as codes and scales, on one, two and four processes (gloo, CPU)."""
 
 import importlib
+import re
 from unittest import mock
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch.distributed.tensor import distribute_tensor
 import fp4engine
 from fp4engine import IdentityQuantizer, NVFP4Quantizer, Quantizer, QuantizerRole, make_quantizer, ops
 from fp4engine.distributed import all_to_all_tokens
+from fp4engine.distributed import tokens as dispatching
 from fp4engine.formats import (
     E2M1,
     E4M3,
@@ -180,7 +182,8 @@ def compiled(rank: int, world: int):
         return y * 3
 
     results = []
-    for run in (send, torch.compile(send, fullgraph=True, backend="aot_eager")):
+    for run in (torch.compile(send, fullgraph=True, backend="aot_eager"), send):
+        dispatching._known.clear()  # as if the group were new
         fp4engine.manual_seed(7)
         x = tokens_of(rank, world).requires_grad_()
         y = run(x)
@@ -189,7 +192,34 @@ def compiled(rank: int, world: int):
     return all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
+UNLIKE = {
+    "dtype": ({}, {"tokens": torch.ones(4, WIDTH, dtype=torch.float32)}),
+    "dtype and width": ({}, {"tokens": torch.ones(4, WIDTH // 2, dtype=torch.float32)}),
+    "width": ({}, {"tokens": torch.ones(4, 64, dtype=torch.bfloat16)}),
+    "quantizer": ({"quantizer": NVFP4}, {}),
+    "grad_quantizer": ({"grad_quantizer": NVFP4}, {"grad_quantizer": STOCHASTIC}),
+}
+"""What the first rank gives, and the others; the rest is tokens in BF16."""
+
+
+def unlike(rank: int, world: int):
+    """What a rank is told if the first one sends other rows than all others, and nothing once they are alike."""
+    said = {}
+    for name, given in UNLIKE.items():
+        dispatching._known.clear()
+        sends = {"tokens": torch.ones(4, WIDTH, dtype=torch.bfloat16)} | given[min(rank, 1)]
+        splits = [4] + [0] * (world - 1)
+        received = [4] * world if rank == 0 else [0] * world
+        with pytest.raises(ValueError) as error:
+            all_to_all_tokens(sends.pop("tokens"), received, splits, **sends)
+        said[name] = str(error.value)
+        y = all_to_all_tokens(torch.ones(4, WIDTH), received, splits)
+        assert torch.equal(y, torch.ones(sum(received), WIDTH))
+    return said
+
+
 CHECKS = {
+    "unlike": unlike,
     "arrive": arrive,
     "gradients": gradients,
     "wire": wire,
@@ -234,6 +264,17 @@ def test_what_is_not_finite_arrives_so_and_spoils_no_other_token(ranks):
 
 def test_some_ranks_exchange_tokens_and_others_are_refused(ranks):
     assert all(rank["groups"] for rank in ranks)
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_ranks_that_would_send_unlike_rows_all_raise(ranks, name):
+    """Two widths made gloo abort a process, and half as many numbers of twice the size arrived as others."""
+    everybody = re.escape(str(list(range(len(ranks)))))
+    for rank in ranks:
+        assert re.match(
+            rf"the ranks {everybody} exchange tokens, and not all of them give the same {name}\. Here: dtype torch\.",
+            rank["unlike"][name],
+        )
 
 
 def test_compiled_code_sends_what_eager_code_does(ranks):
