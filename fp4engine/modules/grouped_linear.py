@@ -92,11 +92,15 @@ class GroupedLinear(torch.nn.Module):
 
     @property
     def weights(self) -> list[Tensor]:
-        return [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
+        return self._each("weight")
 
     @property
     def biases(self) -> list[Tensor | None]:
-        return [getattr(self, f"bias{index}") for index in range(self.num_gemms)]
+        return self._each("bias")
+
+    def _each(self, kind: str) -> list[Any]:
+        """The ``"weight"`` or ``"bias"`` of each slice; a method, since Dynamo traces no property of ``super()``."""
+        return [getattr(self, f"{kind}{index}") for index in range(self.num_gemms)]
 
     def forward(
         self, inp: Tensor, m_splits: Sequence[int] | Tensor, is_first_microbatch: bool | None = None

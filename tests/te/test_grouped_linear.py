@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch.nn.utils import prune
 
-from fp4engine.te.common.recipe import DelayedScaling, Float8CurrentScaling, NVFP4BlockScaling
+from fp4engine.te.common.recipe import CustomRecipe, DelayedScaling, Float8CurrentScaling, NVFP4BlockScaling
 from fp4engine.te.pytorch import GroupedLinear, autocast, quantized_model_init
+from fp4engine.te.pytorch.custom_recipes.quantizer_factory_zoo import nvfp4_row_scaled_fwd_mxfp8_bwd_factory
 from fp4engine.te.pytorch.module import SINGLE_PARAMETER
 
 SPLITS = [8, 0, 32]
@@ -48,6 +49,17 @@ def test_one_parameter_trains_as_one_for_each_slice(recipe, delay) -> None:
     for kind in ("weight", "bias"):
         grads = [getattr(parts, f"{kind}{index}").grad for index in range(3)]
         assert torch.equal(getattr(whole, kind).grad, torch.stack(grads))
+
+
+@pytest.mark.usefixtures("flag")
+def test_it_compiles_as_one_graph() -> None:
+    """It was left to the interpreter, and a custom recipe of hybrid quantizers raised an error of Dynamo's own."""
+    recipe = CustomRecipe(qfactory=nvfp4_row_scaled_fwd_mxfp8_bwd_factory)
+    for module in pair():
+        torch.compiler.reset()
+        compiled = step(torch.compile(module, backend="aot_eager", fullgraph=True), recipe)
+        for one, other in zip(compiled, step(module, recipe), strict=True):
+            assert torch.equal(one, other)
 
 
 @pytest.mark.usefixtures("flag")

@@ -208,15 +208,8 @@ class GroupedLinear(TransformerEngineBaseModule, modules.GroupedLinear):
         """The kinds of parameters that are one for all slices."""
         return ["weight"] * self.single_grouped_weight + ["bias"] * self.single_grouped_bias
 
-    @property
-    def weights(self) -> list[Tensor]:
-        """The weight of each slice."""
-        return list(self.weight.unbind()) if self.single_grouped_weight else super().weights
-
-    @property
-    def biases(self) -> list[Tensor | None]:
-        """The bias of each slice."""
-        return list(self.bias.unbind()) if self.single_grouped_bias else super().biases
+    def _each(self, kind: str) -> list[Any]:
+        return list(getattr(self, kind).unbind()) if kind in self._joined() else super()._each(kind)
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Initialise the parameters, as :meth:`Linear.reset_parameters` does; ``defer_init=True`` does nothing."""
