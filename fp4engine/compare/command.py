@@ -21,7 +21,7 @@ from fp4engine.compare.data import prepare
 from fp4engine.compare.files import InputError, alone_in, one_line
 from fp4engine.compare.page import About, html, title
 from fp4engine.compare.recorder import AGAIN, HIGH_PRECISION, Run
-from fp4engine.compare.results import read, read_folders
+from fp4engine.compare.results import read, read_folders, require_folders
 from fp4engine.compare.runner import Job, Runner, Stopped
 from fp4engine.compare.sensitivity import Sensitivity, measure, short
 from fp4engine.compare.task import TextTask, source_of, without_memory
@@ -71,12 +71,13 @@ def main(arguments: argparse.Namespace) -> int:
 def _page_of(arguments: argparse.Namespace) -> int:
     """The page of runs that are there."""
     folders = [Path(folder) for folder in arguments.runs]
-    comparison = compare(read_folders(folders), arguments.tolerance)
+    require_folders(folders)  # of which one is made below, if it is not there
     out = Path(arguments.out or folders[0])
-    out.mkdir(parents=True, exist_ok=True)
-    said = next(iter(comparison.baseline.runs.values())).header
-    known = {name: said[name] for name in ("parameters", "unit") if name in said}
-    publish(out, comparison, About(folders[0].resolve().name, **known))
+    with alone_in(out, "give another --out"):
+        comparison = compare(read_folders(folders), arguments.tolerance)
+        said = next(iter(comparison.baseline.runs.values())).header
+        known = {name: said[name] for name in ("parameters", "unit") if name in said}
+        publish(out, comparison, About(folders[0].resolve().name, **known))
     return comparison.code
 
 

@@ -183,16 +183,23 @@ def _of_november(
     return header | made, [*rows, end]
 
 
+def require_folders(folders: Iterable[Path]) -> None:
+    """Raise an InputError unless all of ``folders`` are there."""
+    for folder in folders:
+        if not folder.is_dir():
+            raise InputError(f"there is no folder {folder}, where finished runs should be")
+
+
 def read_folders(folders: Iterable[Path]) -> list[Result]:
     """All finished runs below some folders, in the order of their paths, each once.
 
     Raises:
         InputError: a folder is not there, a file in it is damaged, or two are of one run and have other losses.
     """
+    folders = list(folders)
+    require_folders(folders)
     found: dict[str, Result] = {}
     for folder in folders:
-        if not folder.is_dir():
-            raise InputError(f"there is no folder {folder}, where finished runs should be")
         for path in sorted(folder.rglob("*.jsonl")):
             if re.search(r"\.seed\d+(\.[0-9a-f]{8})?\.jsonl$", path.name):
                 result = read(path)

@@ -476,8 +476,16 @@ def parsed(*words: str) -> argparse.Namespace:
 
 
 def test_two_commands_do_not_share_a_folder(folder: Path, capsys) -> None:
+    """A page of runs that are there is written into one, too."""
+    for recipe in (None, "nvfp4"):
+        with Recorder("out", recipe=recipe) as run:
+            run.step(1.0)
     with alone_in(folder / "out", ""):
-        assert "in use by another process" in refused(capsys, *QUICK, "--out=out")
+        for words in ((*QUICK, "--out=out"), ("--runs=out",)):
+            said = refused(capsys, *words)
+            assert "out is in use by another process (number " in said and "or give another --out" in said
+        assert not (folder / "out" / "page.html").exists()
+        assert compare("--runs=out", "--out=elsewhere") == 4
 
 
 @pytest.fixture
