@@ -5,8 +5,16 @@ from pathlib import Path
 
 
 def sync(path: Path) -> None:
-    """Force a file, or a folder's list of names, to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+    """Force a file, or a folder's list of names, to disk.
+
+    A folder that one may write into and not read cannot be opened: the system writes its names when it writes others.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except PermissionError:
+        if path.is_dir():
+            return
+        raise
     try:
         os.fsync(descriptor)
     finally:

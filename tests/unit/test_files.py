@@ -38,3 +38,17 @@ def test_links_stay_and_pipes_are_written_to(tmp_path):
     write_atomically(pipe, b"12")
     reader.join()
     assert read == [b"12"]
+
+
+def test_a_folder_that_may_not_be_read_is_written_into(tmp_path, monkeypatch):
+    """The file was there, and then its folder, which root alone may open, raised a PermissionError."""
+    opened = os.open
+
+    def refused(path, *arguments):
+        if os.path.isdir(path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return opened(path, *arguments)
+
+    monkeypatch.setattr(os, "open", refused)
+    write_atomically(tmp_path / "file", b"12")
+    assert (tmp_path / "file").read_bytes() == b"12" and os.listdir(tmp_path) == ["file"]
