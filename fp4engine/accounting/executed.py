@@ -10,13 +10,13 @@ from torch import nn
 
 from fp4engine.accounting.flops import watch
 from fp4engine.accounting.planned import FP4_FORMATS, is_never_called, linear_modules, other_matrices, plan_module
-from fp4engine.accounting.table import NUMBER, collapsed, table
+from fp4engine.accounting.table import collapsed, patterns_for, table
 from fp4engine.arguments import require_callable, require_model, require_patterns, require_rate
 from fp4engine.functional import ExecutedGemms
 from fp4engine.functional.plan import HIGH_PRECISION
 from fp4engine.modules import Gemms, GroupedLinear, Linear
 from fp4engine.modules.identity import known_names, require_paths, require_rules
-from fp4engine.names import covers, literal
+from fp4engine.names import covers
 from fp4engine.recipe import Recipe
 from fp4engine.recipe.base import require_recipe
 from fp4engine.roles import GEMMS
@@ -222,14 +222,10 @@ def _unseen(
 
 
 def _patterns(model: nn.Module, given: list[str], unseen: Iterable[str]) -> list[str]:
-    """``given`` and patterns that cover ``unseen`` and nothing else, with ``*`` for numbers where that is so."""
+    """``given`` and patterns that cover ``unseen`` and nothing else."""
     known = {name for name, _ in linear_modules(model)} | other_matrices(model).keys()
     others = known.difference(unseen, (name.removesuffix(".weight") for name in unseen))
-    found = dict.fromkeys(given)
-    for name in unseen:
-        pattern = NUMBER.sub("*", literal(name))
-        found[literal(name) if any(covers(pattern, other) for other in others) else pattern] = None
-    return list(found)
+    return list(dict.fromkeys([*given, *patterns_for(unseen, others)]))
 
 
 def _departures(

@@ -1,7 +1,9 @@
-"""Rows of words as aligned text, in which equal blocks of a model are one row."""
+"""Rows of words as aligned text, in which equal blocks of a model are one row; and patterns of such blocks."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+
+from fp4engine.names import covers, literal
 
 NUMBER = re.compile(r"(?<![^.])(?:0|[1-9][0-9]*)(?![^.])")
 """A part of a dotted name that is a number."""
@@ -33,6 +35,15 @@ def collapsed(rows: Iterable[Sequence[str]]) -> list[tuple[str, ...]]:
             name = form.format(*map(_shown, sets))
             found.append((f"{name} x{times}" if times > 1 else name, *cells))
     return found
+
+
+def patterns_for(names: Iterable[str], others: Collection[str]) -> list[str]:
+    """Patterns that cover the dotted ``names`` and none of ``others``, with ``*`` for numbers where that is so."""
+    found: dict[str, None] = {}
+    for name in names:
+        pattern = NUMBER.sub("*", literal(name))
+        found[literal(name) if any(covers(pattern, other) for other in others) else pattern] = None
+    return list(found)
 
 
 def _products(tuples: Sequence[tuple[int, ...]]) -> list[tuple[tuple[int, ...], ...]]:

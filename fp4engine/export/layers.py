@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fp4engine.accounting.planned import linear_modules, linear_shape, other_matrices
+from fp4engine.accounting.table import collapsed, patterns_for
 from fp4engine.arguments import require_patterns
 from fp4engine.checkpoint_names import Piece
 from fp4engine.export.recoding import LOSSLESS, recoded, recoded_amax
@@ -123,6 +124,7 @@ def export_layers(
     left_alone: dict[str, str] = {}
     layers: dict[str, ExportLayer] = {}
     quantized: list[str] = []
+    ragged: dict[str, str] = {}
     linears = dict(linear_modules(model))
     for pattern in require_patterns("keep_high_precision", keep_high_precision):
         if not any(covers(pattern, name) for name in linears):
@@ -149,12 +151,25 @@ def export_layers(
                 )
             stored = [weight for weight in map(model.get_parameter, sources) if isinstance(weight, QuantizedWeight)]
             casts = _casts(name, module, first, stored, recipe, requantize)
+            if casts is not None and linear_shape(first)[1] % casts.form.col_multiple:
+                held = f"{casts.form.name} holds whole blocks of {casts.form.col_multiple} only"
+                ragged[name] = f"has in_features={linear_shape(first)[1]}, and {held}"
+                continue
             if casts is not None:
+                if casts.form is MXFP4 and requantize == LOSSLESS:
+                    casts = replace(casts, form=NVFP4)
                 quantized += sources
                 layers |= _layers(name, module, casts, pieces)
                 continue
             why = "its recipe multiplies the weight in high precision"
         left_alone |= dict.fromkeys((piece.module for piece in pieces), why) or {name: why}
+    if ragged:
+        said = "; ".join(f"{name} {why}" for name, why in collapsed(ragged.items()))
+        # a command converts anew by the patterns that it is given, and would cast what convert has left alone
+        kept = [name for name, first in linears.items() if not isinstance(first, Gemms)]
+        wanted = dict.fromkeys([*kept, *ragged])
+        keep = [*keep_high_precision, *patterns_for(wanted, linears.keys() - wanted.keys())]
+        raise ValueError(f"{said}: pass keep_high_precision={keep}")
     _refuse_tied(model, quantized)
     if not layers:
         raise ValueError(
@@ -197,7 +212,6 @@ def _casts(
             f"{name!r} is a {kind}, whose parameters no server knows by name; export models whose linear modules were "
             f"nn.Linear, or Conv1D or experts of transformers, or pass keep_high_precision=[{name!r}]"
         )
-    shape = linear_shape(gemms)
     quantizer, inp = (make_quantizer(recipe, gemms.role(tensor, recipe)) for tensor in ("weight", "input"))
     for weight in stored:
         if weight.quantizer.rowwise_spec != quantizer.rowwise_spec:
@@ -219,13 +233,6 @@ def _casts(
         )
     if isinstance(form, str):
         quantizer, form = Quantizer(CastSpec(), CastSpec(), backend=quantizer.backend), NVFP4
-    if shape[1] % form.col_multiple:
-        raise ValueError(
-            f"{name!r} has in_features={shape[1]}, and {form.name} holds whole blocks of {form.col_multiple} only; "
-            f"pass keep_high_precision=[{name!r}]"
-        )
-    if form is MXFP4 and requantize == LOSSLESS:
-        form = NVFP4
     return _Casts(quantizer, form, inp.rowwise_spec, why)
 
 

@@ -297,10 +297,16 @@ def test_weights_that_cannot_be_served_are_refused_by_name(tmp_path) -> None:
     fp4engine.convert(tied, WEIGHT_ONLY)
     with pytest.raises(ValueError, match=r"'lm_head' is cast and shares its parameter with model\.embed_tokens"):
         export_checkpoint(tied, tmp_path / "out")
-    ragged = nn.Sequential(nn.Linear(24, 16))
-    fp4engine.convert(ragged, WEIGHT_ONLY)
-    with pytest.raises(ValueError, match="in_features=24, and NVFP4 holds whole blocks of 16"):
-        export_checkpoint(ragged, tmp_path / "out")
+    sizes = ((24, 16), (16, 40), (40, 24), (24, 24), (40, 8), (16, 16))
+    ragged = nn.Sequential(*(nn.Linear(*size) for size in sizes))
+    fp4engine.convert(ragged, WEIGHT_ONLY, keep_high_precision=["1"])
+    held = "and NVFP4 holds whole blocks of 16 only"
+    with pytest.raises(ValueError) as error:
+        export_checkpoint(ragged, tmp_path / "out", keep_high_precision=["4"])
+    assert str(error.value) == (
+        f"{{0,3}} x2 has in_features=24, {held}; 2 has in_features=40, {held}: "
+        "pass keep_high_precision=['4', '1', '0', '2', '3']"
+    )
     fused = nn.Sequential(fp4engine.LayerNormLinear(16, 16, recipe=WEIGHT_ONLY))
     empty = nn.Sequential(fp4engine.Linear(32, 0, recipe=WEIGHT_ONLY))
     with pytest.raises(ValueError, match=r"multiplies by '0.weight' \[0, 32\], which has no values to write"):
