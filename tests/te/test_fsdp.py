@@ -14,6 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import fp4engine.te.pytorch as te
 from fp4engine.te.common import recipe as recipes
+from fp4engine.te.pytorch import quantized_tensor
 from fp4engine.te.pytorch.custom_recipes.quantizer_factory_zoo import nvfp4_row_scaled_fwd_high_precision_bwd_factory
 from tests.ranks import process_group, spawn
 
@@ -129,7 +130,7 @@ def shard_what_is_there(rank: int, folder: str) -> None:
                 part.zero_()
                 part.copy_(new.chunk(WORLD)[rank])
                 assert torch.equal(gathered(layer), expected), name
-            deepcopy(part), pickle.dumps(part)  # without the process group
+            assert deepcopy(part)._shard is None and pickle.dumps(part)  # without the process group
             alone = init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("replicate", "shard"))["shard"]
             fully_shard(copied, mesh=alone)
             assert torch.equal(gathered(copied), copied.weight.to_local().dequantize())
@@ -152,6 +153,40 @@ def write_too_early(rank: int, folder: str) -> None:
             state = {"weight": distribute_tensor(new, layer.weight.device_mesh, [Shard(0)])}
             layer.load_state_dict(state)
             assert torch.equal(gathered(layer), quantized(layer, new))
+
+
+def offload(rank: int, folder: str) -> None:
+    """FSDP2 brings a copy of each shard from the CPU before it asks the copy what to gather."""
+    compared = []
+    ranges = quantized_tensor.ranges
+    quantized_tensor.ranges = lambda *given: compared.append(given) or ranges(*given)
+    with process_group(rank, WORLD, f"{folder}/store", "gloo"):
+        torch.manual_seed(0)
+        layer = sharded(RECIPES["current"](), 256)
+        shard, mesh = layer.weight._local_tensor, layer.weight.device_mesh
+
+        def gather_copy() -> None:
+            shard.clone().fsdp_pre_all_gather(mesh, layer.weight.shape, layer.weight.stride(), layer, None)
+
+        for _ in range(3):
+            gather_copy()
+        assert len(compared) == 1
+        shard.data = values = torch.randn(256, 128).chunk(WORLD)[rank]
+        gather_copy()
+        assert len(compared) == 1
+        shard.detach().mul_(rank + 1.0)
+        gather_copy()
+        assert len(compared) == 1
+        with torch.no_grad():
+            shard.copy_(te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3)(values))  # by an amax of its own
+        with pytest.raises(RuntimeError, match=r"have another scale on each rank, .* or as codes; write"):
+            gather_copy()
+        assert len(compared) == 2
+
+
+def test_ranks_compare_scales_once_and_after_codes_were_copied(tmp_path: Path) -> None:
+    """Under CPU offload they compared before every gather, and never saw codes of other scales; ``.data`` lost all."""
+    spawn(offload, (str(tmp_path),), WORLD)
 
 
 def test_shards_that_were_written_by_scales_of_their_own_are_refused(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """What TransformerEngine's quantized tensors have in common: to every operation they are what they decode to."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: igno
     fp4engine's modules multiply by the stored codes of such a parameter.
     """
 
+    _shard: "Shard | None" = None
     _is_part: bool = False
     _shares_scales: bool = True
 
@@ -140,9 +142,11 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: igno
     def _set_data(self, values: Tensor) -> None:
         """Adopt what a tensor of this kind stores; quantize any other ``values``, and adopt their shape and dtype."""
         require_data(self, values)
-        taken = (
-            values if isinstance(values, type(self)) else self._get_quantizer().quantize_impl(decoded(values.detach()))
-        )
+        if isinstance(values, type(self)):
+            taken = values
+            self._take_scale()
+        else:
+            taken = self._get_quantizer().of_shard(self).quantize_impl(decoded(values.detach()))
         torch.Tensor.data.__set__(self, taken)  # pyright: ignore[reportAttributeAccessIssue]
         given = taken.get_metadata()
         self._fill(self, given.pop("fake_dtype"), **given)
@@ -237,26 +241,33 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: igno
         Raises:
             RuntimeError: the shards do not have one scale, as the whole tensor does.
         """
-        made_by: Any = self._quantizer
-        if mesh is not None and hasattr(made_by, "with_amax_reduction"):
-            if not getattr(made_by, "shards_agree", False):
-                self._require_one_scale(mesh.get_group())
-            made_by.with_amax_reduction, made_by.amax_reduction_group = True, mesh.get_group()
-            made_by.shards_agree = True
-        share_amaxes_of_shards(module)  # of which this may be a copy on another device
+        if mesh is not None:  # not of this shard alone, which may be a copy on another device
+            for shard in share_amaxes_of_shards(module):
+                shard._require_one_scale(mesh.device_type)
         buffers, meta = self.fsdp_extract_buffers()
         alone = buffers if mesh is not None and mesh.size() == 1 else None  # where PyTorch brings the first of them
         return buffers, (meta, self.shape[-1:], self, alone)
 
-    def _require_one_scale(self, group: Any) -> None:
-        """Raise a RuntimeError on all ranks of ``group`` unless what is not gathered is the same on each."""
+    def _require_one_scale(self, device: str) -> None:
+        """Raise a RuntimeError on all ranks unless what is not gathered is the same on each; it is compared once."""
+        shard = self._shard
+        assert shard is not None
+        if shard.agrees:
+            return
         kept = self._kept_by_shards()
         bits = torch.cat(kept).view(torch.int32).tolist() if kept else []
-        if bits and any(least != most for least, most in ranges(bits, [group], self.device.type)):
+        if bits and any(least != most for least, most in ranges(bits, [shard.group], device)):
             raise RuntimeError(
                 f"the shards of this {type(self).__name__} have another scale on each rank, since what was written "
-                "into them came before FSDP2 had gathered them; write it again, and next time after module.unshard()"
+                "into them came before FSDP2 had gathered them, or as codes; write values, and next time after "
+                "module.unshard()"
             )
+        shard.agrees = True
+
+    def _take_scale(self) -> None:
+        """Note that the scale of this shard may be another one than those of the other ranks."""
+        if self._shard is not None:
+            self._shard.agrees = False
 
     def fsdp_post_all_gather(
         self, all_gather_outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None
@@ -299,13 +310,15 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: igno
                 return made
             if func in (aten.detach.default, aten.alias.default):
                 same = first._like(lambda tensor: tensor)
-                same._is_part = first._is_part
-                return first._scaling(same)
+                same._is_part, same._shard = first._is_part, first._shard
+                return same
             if func is aten.clone.default:
                 return first._like(torch.clone)
             if func is aten.copy_.default:
                 source = args[1]
-                if first._is_part or not (isinstance(source, QuantizedTensor) and first._take(source)):
+                if not first._is_part and isinstance(source, QuantizedTensor) and first._take(source):
+                    first._take_scale()
+                else:
                     first.quantize_(source)
                 return first
             if func is aten._to_copy.default and kwargs.get("dtype") in (None, first.dtype):
@@ -382,13 +395,7 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: igno
         """All elements by another ``shape``; nothing can be written into a view that lacks a side of this tensor."""
         view = self._with(shape, self._viewed(shape))
         view._is_part = self._is_part or self._has_more_sides(view) or view._has_parts()
-        return self._scaling(view)
-
-    def _scaling(self, view: Any) -> Any:
-        """``view`` of all elements of this shard, into which values are written by the amax of the whole tensor."""
-        if getattr(self._quantizer, "with_amax_reduction", False):
-            view._quantizer.with_amax_reduction = True
-            view._quantizer.amax_reduction_group = self._quantizer.amax_reduction_group
+        view._shard = self._shard
         return view
 
     def _has_parts(self) -> bool:
@@ -410,19 +417,39 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: igno
         kept = {
             name: (source.view(torch.uint8), source.dtype) for name, source in sources.items() if source is not None
         }
-        metadata = self._like(lambda tensor: tensor).get_metadata().items()  # of a quantizer without process groups
+        metadata = self.get_metadata().items()
         stored = {name: value.detach() if isinstance(value, Tensor) else value for name, value in metadata}
         whole = type(self), self.shape, self.dtype, stored
         return rebuild, (*whole, self.requires_grad, isinstance(self, torch.nn.Parameter), kept)
 
 
-def share_amaxes_of_shards(module: torch.nn.Module | None) -> None:
-    """Let what is written into the sharded parameters of ``module`` be scaled by the amax of the whole parameter."""
-    for parameter in () if module is None else module.parameters(recurse=False):
-        made_by: Any = getattr(getattr(parameter, "_local_tensor", None), "_quantizer", None)
-        if hasattr(made_by, "with_amax_reduction"):
-            mesh: Any = parameter.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
-            made_by.with_amax_reduction, made_by.amax_reduction_group = True, mesh.get_group(-1)
+@dataclass
+class Shard:
+    """What the local tensor of a sharded parameter is told, and what all that share its memory know with it.
+
+    Attributes:
+        group: of the ranks that have the other shards; values are written by the largest amax over them.
+        agrees: whether the ranks have found that their scales are one.
+    """
+
+    group: Any
+    agrees: bool = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Nothing: a copy is no shard of a model."""
+
+
+def share_amaxes_of_shards(module: torch.nn.Module) -> list[QuantizedTensor]:
+    """The shards of ``module``'s parameters into which values are written by the amax of the whole parameter."""
+    shards: list[QuantizedTensor] = []
+    for parameter in module.parameters(recurse=False):
+        local: Any = getattr(parameter, "_local_tensor", None)
+        if hasattr(getattr(local, "_quantizer", None), "with_amax_reduction"):
+            group = parameter.device_mesh.get_group(-1)  # pyright: ignore[reportAttributeAccessIssue]
+            if local._shard is None or local._shard.group is not group:
+                local._shard = Shard(group)
+            shards.append(local)
+    return shards
 
 
 Part = tuple[torch.Size, dict[str, Any]]

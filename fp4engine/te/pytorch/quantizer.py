@@ -75,13 +75,11 @@ class Quantizer(Value):
         return copy.copy(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Quantizer":
-        """A quantizer without the process groups of this one, which shards of a model have and no copy can have."""
+        """A quantizer without the process groups of this one."""
         made: Any = self.copy()
         if getattr(made, "with_amax_reduction", False):
             made.with_amax_reduction, made.amax_reduction_group = False, None
-        settings = {name: value for name, value in vars(made).items() if name != "shards_agree"}
-        vars(made).clear()
-        vars(made).update(copy.deepcopy(settings, memo))
+        vars(made).update(copy.deepcopy(vars(made), memo))
         return made
 
     def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
@@ -206,6 +204,14 @@ class Quantizer(Value):
         if misread := dst._misread(self, self.columnwise_usage):
             raise ValueError(f"{type(self).__name__} cannot write into this {type(dst).__name__}: {misread}")
 
+    def of_shard(self, dst: Any) -> Any:
+        """A copy that scales what is written into ``dst``, if that is a shard, by the amax of the whole tensor."""
+        made: Any = self.copy()
+        shard = getattr(dst, "_shard", None)
+        if shard is not None and hasattr(made, "with_amax_reduction"):
+            made.with_amax_reduction, made.amax_reduction_group = True, shard.group
+        return made
+
     def update_quantized(self, src: Tensor, dst: Any, *, noop_flag: Tensor | None = None) -> Any:
         """Let ``dst`` become ``src`` quantized, unless ``noop_flag`` holds something other than zero.
 
@@ -220,7 +226,7 @@ class Quantizer(Value):
         is_own = self is dst._quantizer
         is_used = is_own or self.rowwise_usage or self.columnwise_usage
         if is_used and (noop_flag is None or not bool(noop_flag.any())):
-            made_by, stored = self.copy(), dst.get_usages()
+            made_by, stored = self.of_shard(dst), dst.get_usages()
             made_by.rowwise_usage |= stored["rowwise"]
             made_by.columnwise_usage |= stored["columnwise"]
             made = made_by._operands(decoded(src.detach().to(dst.device)).view(dst.shape))

@@ -339,8 +339,8 @@ class HybridQuantizer(Quantizer):
     def update_quantized(self, src: Tensor, dst: Any, *, noop_flag: Tensor | None = None) -> Any:
         """As :meth:`Quantizer.update_quantized`, but another quantizer leaves sides alone that it does not use."""
         self.require_target(src, dst)
-        is_own = self is dst._quantizer
-        used = [(side, by) for side, by, is_used in self._each() if is_used or (is_own and dst.has(side))]
+        is_own, made_by = self is dst._quantizer, self.of_shard(dst)
+        used = [(side, by) for side, by, is_used in made_by._each() if is_used or (is_own and dst.has(side))]
         for side, by in used:
             if dst.has(side):
                 by.require_target(src, getattr(dst, f"_{side}_storage"))
@@ -351,7 +351,7 @@ class HybridQuantizer(Quantizer):
             source = values
             if side == "columnwise" and self.columnwise_source == "rowwise_dequantized":
                 is_written = used[0][0] == "rowwise"
-                row = dst._rowwise_storage if is_written else self.rowwise_quantizer.quantize_impl(values)
+                row = dst._rowwise_storage if is_written else made_by.rowwise_quantizer.quantize_impl(values)
                 source = row.values_in(values.dtype).view(dst.shape)
             if dst.has(side):
                 by.update_quantized(source, getattr(dst, f"_{side}_storage"))
