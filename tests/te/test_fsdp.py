@@ -221,6 +221,15 @@ def communicate(rank: int, folder: str) -> None:
         tensor.copy_(values)
         assert torch.equal(tensor.dequantize(), parts[0])
 
+        group = dist.new_group([0, 1])
+        quantizer = te.NVFP4Quantizer(with_amax_reduction=True, amax_reduction_group=group)
+        both = te.HybridQuantizer(rowwise_quantizer=quantizer, columnwise_quantizer=quantizer.copy())
+        for copied in (deepcopy(quantizer), deepcopy({1: quantizer, 2: group})[1], deepcopy(both)):
+            assert copied.with_amax_reduction and copied.amax_reduction_group is group
+        for one in (quantizer, both):
+            with pytest.raises(TypeError, match="with an amax_reduction_group cannot be pickled"):
+                pickle.dumps(one)
+
         for where in range(WORLD):  # as a number, gloo's maximum of 1 and NaN is 1 on one of the ranks
             quantizer = te.NVFP4Quantizer(with_amax_reduction=True, amax_reduction_group=dist.group.WORLD)
             mine = quantizer(torch.full((16, 16), float("nan") if rank == where else 1.0))

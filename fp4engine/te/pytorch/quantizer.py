@@ -72,15 +72,26 @@ class Quantizer(Value):
 
     def copy(self) -> "Quantizer":
         """Another quantizer with the same settings."""
-        return copy.copy(self)
+        return self.with_settings(vars(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Quantizer":
-        """A quantizer without the process groups of this one."""
-        made: Any = self.copy()
-        if getattr(made, "with_amax_reduction", False):
-            made.with_amax_reduction, made.amax_reduction_group = False, None
-        vars(made).update(copy.deepcopy(vars(made), memo))
-        return made
+        """A quantizer with copies of what this one has, but with its process group, of which there are no copies."""
+        group = getattr(self, "amax_reduction_group", None)
+        memo[id(group)] = group
+        return self.with_settings(copy.deepcopy(vars(self), memo))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The settings.
+
+        Raises:
+            TypeError: a process group is among them, which lives in this process alone.
+        """
+        if getattr(self, "amax_reduction_group", None) is not None:
+            raise TypeError(
+                f"{type(self).__name__} with an amax_reduction_group cannot be pickled, since a process group lives in "
+                "its process alone; set the group to None first"
+            )
+        return vars(self)
 
     def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
         """Choose which sides to make from now on; None does not change a side's setting."""
