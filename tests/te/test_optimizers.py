@@ -212,6 +212,23 @@ def test_what_is_stored_in_fewer_bits_is_rounded_once_a_step(name: str, dtype) -
     assert torch.allclose(again.get_unscaled_state(params[0], state), kept, rtol=1e-6)
 
 
+@pytest.mark.parametrize("adam_w_mode", [True, False])
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_a_resumed_run_is_the_one_that_went_on(dtype, adam_w_mode) -> None:
+    """FP8 moments, whose scale was found anew, came back off by 2.4e-7 in one tensor of twelve."""
+    torch.manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(16)) for _ in range(50)]
+    options = {"exp_avg_dtype": dtype, "exp_avg_sq_dtype": dtype, "weight_decay": 0.1, "adam_w_mode": adam_w_mode}
+    optimizer = FusedAdam(params, lr=0.01, **options)
+    steps(optimizer, params)
+    again = copy.deepcopy(params)
+    resumed = FusedAdam(again, lr=1.0, **options)
+    resumed.load_state_dict(pickle.loads(pickle.dumps(optimizer.state_dict())))
+    steps(optimizer, params)
+    steps(resumed, again)
+    assert all(torch.equal(*pair) for pair in zip(params, again, strict=True))
+
+
 def test_remainders_and_parameters_are_the_masters() -> None:
     torch.manual_seed(0)
     values = torch.randn(64, 64)

@@ -37,6 +37,18 @@ def _placed_as(param: Tensor, local: Tensor) -> Tensor:
     )
 
 
+def _decode_to(stored: Any, values: Tensor) -> None:
+    """Let ``stored``, the FP8 of ``values``, decode to them, if they are what such a tensor has decoded to.
+
+    The scale that the largest of them leads to is up to two units in the last place off.
+    """
+    found = stored._scale_inv.view(torch.int32).clone()
+    for units in (0, 1, -1, 2, -2, 0):
+        stored._scale_inv.copy_((found + units).view(torch.float32))
+        if torch.equal(stored.dequantize(dtype=torch.float32), values):
+            return
+
+
 class FusedAdam(ZeroGrad, torch.optim.Adam):
     """PyTorch's AdamW, or Adam with ``adam_w_mode=False``, computed in FP32 whatever is stored.
 
@@ -341,3 +353,6 @@ class FusedAdam(ZeroGrad, torch.optim.Adam):
                     self.state[param][key] = _placed_as(param, tensor.clone())
                 else:
                     self.set_scaled_state(param, key, tensor.float().clone())
+                    stored = _local(self.state[param][key])
+                    if isinstance(stored, QuantizedTensor):
+                        _decode_to(stored, tensor.float())
