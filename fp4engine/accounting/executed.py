@@ -9,7 +9,14 @@ import torch
 from torch import nn
 
 from fp4engine.accounting.flops import watch
-from fp4engine.accounting.planned import FP4_FORMATS, is_never_called, linear_modules, other_matrices, plan_module
+from fp4engine.accounting.planned import (
+    FP4_FORMATS,
+    is_never_called,
+    linear_modules,
+    other_matrices,
+    parametrization_of,
+    plan_module,
+)
 from fp4engine.accounting.table import collapsed, patterns_for, table
 from fp4engine.arguments import require_callable, require_model, require_patterns, require_rate
 from fp4engine.functional import ExecutedGemms
@@ -142,7 +149,7 @@ def assert_quantized(
     Without ``min_fraction``: every linear module that ``recipe`` plans in FP4 ran, each of its GEMMs that ran did so
     in the planned formats, and every other matrix of the model is kept in high precision by name. With it: at least
     this share of the FLOPs ran in FP4; with a ``step`` of all FLOPs, without one of those in linear modules, which then
-    have to be all that multiplies by a matrix.
+    have to be all that multiplies by a matrix. Products by buffers and of two activations are seen only with both.
 
     Args:
         step: as in :func:`executed_gemms`; None asserts about all that ran since the conversion.
@@ -211,6 +218,9 @@ def _unseen(
                 found[f"{name}.weight"] = "nn.MultiheadAttention reads it and never calls its module"
             elif counter_of(module) is None:
                 found[f"{name}.weight"] = "an nn.Linear that convert has not seen"
+            elif (chain := parametrization_of(module)) is not None:
+                kinds = ", ".join(type(part).__name__ for part in chain)
+                found[f"{name}.weight"] = f"the parametrization {kinds} computes it, perhaps by products of its own"
         found.update((name, matrix.reason) for name, matrix in other_matrices(model).items())
     names = {*found, *linears, *other_matrices(model)}
     for pattern in patterns:

@@ -7,9 +7,11 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from fp4engine.accounting.table import collapsed, table
 from fp4engine.formats import E2M1, TWO_E2M1
@@ -147,6 +149,14 @@ def linear_modules(model: nn.Module) -> Iterator[tuple[str, nn.Linear | Gemms]]:
             yield name, module
 
 
+def parametrization_of(module: nn.Module) -> ParametrizationList | None:
+    """What computes the weight of ``module`` at each use; None if it is a parameter."""
+    if not is_parametrized(module, "weight"):
+        return None
+    chain: Any = module.parametrizations
+    return chain["weight"]
+
+
 def other_matrices(model: nn.Module) -> dict[str, PlannedMatrix]:
     """Every parameter by which the model may multiply outside its linear modules, by name."""
     owned: set[int] = set()
@@ -155,6 +165,9 @@ def other_matrices(model: nn.Module) -> dict[str, PlannedMatrix]:
             owned.update(id(parameter) for parameter in module.parameters(recurse=False))
         if isinstance(module, (BorrowedLinear, BorrowedGroupedLinear)):
             owned.update(id(parameter) for parameter in module.borrowed())
+    for _, module in linear_modules(model):
+        if (chain := parametrization_of(module)) is not None:  # what a linear module's weight is computed from
+            owned.update(id(parameter) for parameter in chain.parameters(recurse=False))
     found: dict[str, PlannedMatrix] = {}
     for name, parameter in model.named_parameters():
         if id(parameter) in owned:

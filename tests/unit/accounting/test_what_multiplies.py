@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 import fp4engine
 from fp4engine.accounting.flops import watch
@@ -439,6 +440,38 @@ def test_an_operator_of_pytorch_without_formula_is_refused_by_name(operator: str
     with pytest.raises(AssertionError, match=f"aten::{operator}"):
         fp4engine.assert_quantized(model, step, min_fraction=0.1)
     fp4engine.assert_quantized(model, step, keep_high_precision=[f"aten::{operator}"], min_fraction=0.01)
+
+
+@pytest.mark.parametrize("converts_first", [True, False])
+def test_a_parametrized_layer_is_one_layer_and_named_as_such(converts_first: bool) -> None:
+    """What its weight is computed from was said to multiply besides, and counted twice in the plan."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    if converts_first:
+        fp4engine.convert(model, NVFP4BlockScaling())
+    weight_norm(model[0])
+    plan = fp4engine.convert(model, NVFP4BlockScaling())
+    assert plan.fp4_share == (1.0 if converts_first else 0.5) and not plan.matrices
+
+    def step() -> None:
+        model(torch.randn(8, 16, requires_grad=True)).sum().backward()
+
+    with pytest.raises(AssertionError, match=r"by 0\.weight \(the parametrization _WeightNorm computes it, perhaps by"):
+        fp4engine.assert_quantized(model, step)
+    fp4engine.assert_quantized(model, step, keep_high_precision=["0.weight"])
+    fp4engine.assert_quantized(model, step, min_fraction=plan.fp4_share)
+
+
+def test_products_by_buffers_are_counted_in_a_step_with_a_fraction() -> None:
+    model = nn.Sequential(nn.Linear(16, 16))
+    fp4engine.convert(model, NVFP4BlockScaling())
+    model.register_buffer("mixed", torch.randn(16, 16))
+
+    def step() -> None:
+        nn.functional.linear(model(torch.randn(8, 16)), model.mixed)
+
+    fp4engine.assert_quantized(model, step)
+    with pytest.raises(AssertionError, match=r"50\.0% of the FLOPs ran in FP4"):
+        fp4engine.assert_quantized(model, step, min_fraction=0.9)
 
 
 def test_patterns_that_cover_nothing_are_refused() -> None:
