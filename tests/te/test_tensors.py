@@ -13,6 +13,7 @@ import fp4engine.te.pytorch as te
 from fp4engine.te.common import recipe as recipes
 from fp4engine.te.pytorch.cpp_extensions import general_gemm
 from fp4engine.te.pytorch.custom_recipes.quantizer_factory_zoo import nvfp4_row_scaled_fwd_high_precision_bwd_factory
+from fp4engine.te.pytorch.tensor.master_weights import post_all_gather_processing, quantize_master_weights
 
 E4M3 = te.DType.kFloat8E4M3
 
@@ -422,6 +423,61 @@ def test_a_write_leaves_no_transpose_of_the_old_values() -> None:
     weight.copy_(later)
     weight.update_usage(columnwise_usage=True)
     assert torch.equal(weight._transpose, quantizer(later)._data.T)
+
+
+SHARING = {
+    "detached": lambda t: t.detach(),
+    "view": lambda t: t.view(2, 128, 128),
+    "part": lambda t: t[128:],
+    "alike": lambda t: type(t).make_like(t),
+}
+
+
+@pytest.mark.parametrize("way", SHARING)
+@pytest.mark.parametrize("name", ["NVFP4 16x16", "FP8 128x128", "FP8"])
+def test_a_transpose_goes_when_codes_are_written_by_one_that_lacks_it(name: str, way: str) -> None:
+    """What was detached from a tensor, or its view, multiplied by the transpose of the values before."""
+    quantizer, later = ALL[name].copy(), torch.randn(256, 128)
+    quantizer.set_usage(columnwise=False)
+    expected = quantizer(later).dequantize()
+    for has_transpose, writes in ((1, 0), (0, 1)):
+        pair = tensor, _ = (lambda t: (t, SHARING[way](t)))(quantizer(torch.randn(256, 128)))
+        pair[has_transpose].update_usage(columnwise_usage=True)
+        if way == "part" and writes:  # it takes none
+            continue
+        pair[writes].copy_(later.view(pair[writes].shape))
+        assert [each.get_usages()["columnwise"] for each in pair] == [False, False]
+        for each in pair:
+            there = expected[128:] if each.shape == (128, 128) else expected
+            assert torch.equal(each.dequantize().view_as(there), there)
+            each.update_usage(columnwise_usage=True)
+            assert torch.equal(each.operands.columnwise.dequantize(), there.T)
+        tensor.copy_(2 * later)  # both have one now, each of its own
+        assert [each.get_usages()["columnwise"] for each in pair] == [True, False]
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("side", ["rowwise", "columnwise"])
+def test_a_side_goes_when_codes_are_written_by_one_that_has_dropped_it(name: str, side: str) -> None:
+    quantizer, later = ALL[name].copy(), torch.randn(128, 128)
+    tensor = quantizer(torch.randn(128, 128))
+    same, copied = tensor.detach(), tensor.clone()
+    before = copied.dequantize()
+    tensor.update_usage(**{f"{side}_usage": False})
+    tensor._quantizer.set_usage(**tensor.get_usages())
+    tensor.copy_(later)
+    assert same.get_usages() == tensor.get_usages() and torch.equal(same.dequantize(), tensor.dequantize())
+    assert all(copied.get_usages().values()) and torch.equal(copied.dequantize(), before)
+
+
+def test_a_step_of_a_distributed_optimizer_leaves_no_transpose() -> None:
+    weight, master = per_tensor()(torch.randn(32, 64)), torch.randn(32 * 64)
+    same = weight.detach()
+    quantize_master_weights([weight], [master], [0], None)
+    assert same.get_usages() == weight.get_usages() == {"rowwise": True, "columnwise": False}
+    weight._data.zero_()  # an all-gather
+    post_all_gather_processing([weight])
+    assert not weight.operands.columnwise.dequantize().any() and not same.get_usages()["columnwise"]
 
 
 @pytest.mark.parametrize("name", ALL)

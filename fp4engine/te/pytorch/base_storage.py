@@ -1,7 +1,9 @@
 """What TransformerEngine's quantized tensors store, by its names, and how autograd saves it."""
 
+import itertools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -11,6 +13,15 @@ from fp4engine.formats import CastSpec
 from fp4engine.te.pytorch.layout import remember, remembered
 from fp4engine.tensor import Operand
 from fp4engine.tensor import QuantizedTensor as Operands
+
+_writes = itertools.count(1)
+
+
+@dataclass
+class LastWrite:
+    """The number of the last write into codes, which all that store these in the same memory have in common."""
+
+    number: int = 0
 
 
 class QuantizedTensorStorage:
@@ -35,6 +46,7 @@ class QuantizedTensorStorage:
     _SIDES: ClassVar[dict[str, tuple[str, ...]]] = {"rowwise": (), "columnwise": ()}
     _quantizer: Any
     _dtype: torch.dtype
+    _written: dict[str, LastWrite]
     _told_shape: torch.Size | None = None
 
     def __new__(
@@ -46,7 +58,7 @@ class QuantizedTensorStorage:
             TypeError: there is no such argument.
         """
         if not cls._TENSORS and not cls._WORDS:  # a class of a script's own, with a constructor of its own
-            return object.__new__(cls)
+            return cls._unwritten(object.__new__(cls))
         if len(args) > len(cls._PLACES):
             raise TypeError(f"{cls.__name__} takes {len(cls._PLACES)} arguments by their place, got {len(args)}")
         given = {"quantizer": quantizer, **dict(zip(cls._PLACES, args, strict=False)), **given}
@@ -64,6 +76,7 @@ class QuantizedTensorStorage:
             attributes[attribute] = value
         made._dtype = fake_dtype or torch.float32
         made._quantizer = None if quantizer is None else quantizer.copy()
+        cls._unwritten(made)
         for name, value in attributes.items():
             setattr(made, name, value)
         return made
@@ -155,7 +168,46 @@ class QuantizedTensorStorage:
             return torch.Tensor.device.__get__(self, type(self))  # pyright: ignore[reportAttributeAccessIssue]
         return self._device_of_tensors()
 
+    def _wrote(self, sides: Iterable[str]) -> None:
+        """Note that the codes of ``sides`` have been written, and those of no other side."""
+        if torch.compiler.is_compiling():  # a graph would be compiled for each number
+            return
+        number = next(_writes)
+        for side in sides:
+            self._written[side].number = number
+        self._drop_old()
+
+    def _drop_old(self) -> None:
+        """Drop the side that was not written when the other one was, by someone who shares only that one's memory."""
+        if torch.compiler.is_compiling():
+            return
+        row, col = self._written.values()
+        if row.number == col.number:
+            return
+        old, new = ("rowwise", "columnwise") if row.number < col.number else ("columnwise", "rowwise")
+        self._written[old] = LastWrite(self._written[new].number)
+        for name in self._SIDES[old]:
+            if name not in self._SIDES[new]:
+                setattr(self, name, None)
+
+    @classmethod
+    def _unwritten(cls, made: Any) -> Any:
+        """``made``, whose codes nobody has written so far."""
+        made._written = {side: LastWrite() for side in cls._SIDES}
+        return made
+
+    def _sharing(self, other: Any) -> Any:
+        """``other``, which stores its codes in the memory of this one's."""
+        other._written = dict(self._written)
+        return other
+
+    def _sharing_if_same(self, other: Any) -> Any:
+        """``other``, which may store the very tensors of this one."""
+        pairs = zip(self._tensors().values(), other._tensors().values(), strict=True)
+        return self._sharing(other) if all(mine is theirs for mine, theirs in pairs) else other
+
     def _tensors(self) -> dict[str, Tensor | None]:
+        self._drop_old()
         return {name: getattr(self, name) for name in self._TENSORS}
 
     def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -179,6 +231,7 @@ class QuantizedTensorStorage:
 
     def get_metadata(self) -> dict[str, Any]:
         """What the constructor was given, by its arguments, and ``fake_dtype``: the dtype to PyTorch."""
+        self._drop_old()
         stored = zip(self._arguments(), (getattr(self, name) for name in (*self._TENSORS, *self._WORDS)), strict=True)
         return {**dict(stored), "quantizer": self._quantizer, "fake_dtype": self._dtype}
 
@@ -201,7 +254,7 @@ class QuantizedTensorStorage:
         """The same storage with its tensors changed."""
         same = type(self)(**self._with_tensors(change))
         same._told_shape = self._told_shape
-        return same
+        return self._sharing_if_same(same)
 
     def _form(self) -> Any:
         """A value that is equal for storages of which one's sides can be copied to the other byte for byte."""
@@ -240,6 +293,7 @@ class QuantizedTensorStorage:
 
     def _become(self, attributes: dict[str, Any]) -> None:
         """Write tensors into the memory that there is for them, which detached tensors share; take all else."""
+        sides = {names[0]: side for side, names in self._SIDES.items() if names}
         for name, new in attributes.items():
             old = getattr(self, name)
             both = isinstance(old, Tensor) and isinstance(new, Tensor)
@@ -249,9 +303,13 @@ class QuantizedTensorStorage:
                     remember(old, source.to(old.device, copy=True))
             elif new is not None:
                 setattr(self, name, new)
+                if name in sides:
+                    self._written[sides[name]] = LastWrite()
+        self._wrote(side for side, names in self._SIDES.items() if names and attributes.get(names[0]) is not None)
 
     def has(self, side: str) -> bool:
         """Whether the tensors of ``"rowwise"`` or ``"columnwise"`` are there."""
+        self._drop_old()
         names = self._SIDES[side]
         return bool(names) and all(getattr(self, name) is not None for name in names)
 
@@ -275,6 +333,7 @@ class QuantizedTensorStorage:
                     "made of the other side without a second rounding; quantize with that usage"
                 )
             made |= turned
+            self._written[side] = LastWrite(self._written[side].number)  # of memory of its own
         for side, is_wanted in wanted.items():
             if is_wanted is False:
                 kept = [name for other in self._SIDES if wanted[other] is not False for name in self._SIDES[other]]
@@ -351,7 +410,8 @@ class QuantizedTensorStorage:
         Raises:
             ValueError: neither is asked for.
         """
-        codes = [getattr(self, names[0]) for names in self._SIDES.values()]
+        tensors = self._tensors()
+        codes = [tensors[names[0]] for names in self._SIDES.values()]
         asked = [tensor for tensor, wanted in zip(codes, (rowwise_data, columnwise_data), strict=True) if wanted]
         if not asked:
             raise ValueError("get_data_tensors needs rowwise_data=True or columnwise_data=True, got neither")
@@ -363,7 +423,7 @@ class QuantizedTensorStorage:
         shape = torch.empty(self.shape, dtype=torch.uint8, device="meta").view(*flat).shape
         view = type(self)(**self._viewed(shape))
         view._told_shape = shape
-        return view
+        return self._sharing(view)
 
     def _viewed(self, shape: torch.Size) -> dict[str, Any]:
         """The metadata of a view of all elements by another ``shape``.
@@ -429,6 +489,7 @@ class QuantizedTensorStorage:
             raise RuntimeError(f"fsdp_assign_gathered got {len(gathered)} tensors for the fields {', '.join(names)}")
         for name, tensor in zip(names, gathered, strict=True):
             setattr(self, name, tensor)
+        self._unwritten(self)
 
 
 def kind_of(cls: type) -> Any:

@@ -112,7 +112,8 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: igno
         metadata: dict[str, Any] = {**tensor.get_metadata(), "fake_dtype": dtype or tensor.dtype, **given}
         whole = tensor.shape if shape is None else shape
         make: Any = cls
-        return make(whole, dtype or tensor.dtype, requires_grad=requires_grad, device=tensor.device, **metadata)
+        made = make(whole, dtype or tensor.dtype, requires_grad=requires_grad, device=tensor.device, **metadata)
+        return tensor._sharing_if_same(made)
 
     def to_dtype(self, dtype: torch.dtype) -> Any:
         """The same bytes with another dtype to PyTorch."""
@@ -120,7 +121,8 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: igno
 
     def _with(self, shape: Iterable[int], given: dict[str, Any]) -> Any:
         """A tensor like this one of another shape, with arguments ``given`` of the constructor."""
-        return type(self)(tuple(shape), self.dtype, device=self.device, **{**self.get_metadata(), **given})
+        made = type(self)(tuple(shape), self.dtype, device=self.device, **{**self.get_metadata(), **given})
+        return self._sharing(made)
 
     @property
     def dtype(self) -> torch.dtype:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -150,6 +152,7 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: igno
         torch.Tensor.data.__set__(self, taken)  # pyright: ignore[reportAttributeAccessIssue]
         given = taken.get_metadata()
         self._fill(self, given.pop("fake_dtype"), **given)
+        taken._sharing(self)
 
     data = property(torch.Tensor.detach, _set_data)  # torch's own setter would not change the codes
 
@@ -179,7 +182,7 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: igno
 
     def _like(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> Any:
         """The same tensor with its tensors changed."""
-        return type(self)(self.shape, self.dtype, **self._with_tensors(change))
+        return self._sharing_if_same(type(self)(self.shape, self.dtype, **self._with_tensors(change)))
 
     @property
     def quantizer(self) -> FrozenQuantizer:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -50,7 +50,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
 
     @property
     def _transpose_invalid(self) -> bool:
-        return self._transpose is None
+        return not self.has("columnwise")
 
     @_transpose_invalid.setter
     def _transpose_invalid(self, value: bool) -> None:
@@ -124,7 +124,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
 
     def fsdp_buffer_fields(self) -> tuple[str, ...]:
         """The name of the attribute with the codes, which FSDP2 gathers; the scale is the same on all ranks."""
-        return ("_transpose",) if self._data is None and self._transpose is not None else ("_data",)
+        return ("_transpose",) if self.has("columnwise") and not self.has("rowwise") else ("_data",)
 
     def fsdp_extract_buffers(self) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
         """The codes, rows first."""

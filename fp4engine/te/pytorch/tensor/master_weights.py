@@ -197,8 +197,7 @@ def _write(part: _Part, amaxes: dict[str, Tensor]) -> None:
             if name != weight._SIDES[side][0]:
                 there.copy_(made[name].view(there.shape))
         _write_codes(part, side, made[weight._SIDES[side][0]], mine)
-    if not isinstance(weight, MXFP8TensorStorage) and weight.has("rowwise") and weight.has("columnwise"):
-        weight.update_usage(columnwise_usage=False)  # of codes before this step
+    weight._wrote(_cast_sides(weight))
 
 
 def _encoded(weight: Any, values: Tensor, side: str) -> dict[str, Any]:
@@ -266,7 +265,7 @@ def post_all_gather_processing(model_weights: Any) -> None:
             continue
         is_stored = isinstance(weight, QuantizedTensorStorage) and weight.has("rowwise")
         if is_stored and not isinstance(weight, MXFP8TensorStorage | IdentityTensorStorage):
-            weight.update_usage(columnwise_usage=False)
+            weight._wrote(["rowwise"])
             if weight._get_quantizer().columnwise_usage:
                 weight.update_usage(columnwise_usage=True)
 
