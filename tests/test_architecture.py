@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1] / PACKAGE
 
 LAYERS = (
     # low to high; a module imports only from lower rows, and from its own sub-package
-    "constants version arguments environment capability roles names private formats steps files",
+    "constants version arguments environment capability roles names positions private formats steps files",
     "recipe reference kernels",
     "ops",
     "tensor",

@@ -144,8 +144,8 @@ def task_of(arguments: argparse.Namespace, out: Path) -> TextTask:
     if "" in arguments.data:
         raise InputError(f"--data must name files and folders, got {' '.join(map(repr, arguments.data))}")
     source = source_of(arguments.model)
-    source.require_fit(arguments.sequence)
     name, encode = source.encoding()
+    source.require_fit(arguments.sequence)
     of_step = arguments.batch * arguments.grad_accumulation * arguments.sequence
     paths = [Path(path) for path in arguments.data]
     wanted = arguments.steps * of_step

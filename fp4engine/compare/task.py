@@ -25,6 +25,7 @@ from fp4engine.compare.files import INSTALLED, InputError, one_line, place_of
 from fp4engine.compare.loop import learning_rate
 from fp4engine.compare.recorder import Run
 from fp4engine.convert import convert, convert_for_regions
+from fp4engine.positions import positions_of, require_positions
 from fp4engine.recipe import RuledRecipe
 from fp4engine.recipe.argument import imported
 
@@ -265,7 +266,7 @@ class Source:
         raise NotImplementedError
 
     def require_fit(self, sequence: int) -> None:
-        """Raise an InputError if the model does not take sequences of this many tokens."""
+        """Raise a ValueError if the model does not take sequences of this many tokens."""
 
 
 @cache
@@ -377,9 +378,7 @@ class _FromTransformers(Source):
         return "tokenizer " + hashlib.sha256("".join(map(_file_digest, found)).encode()).hexdigest()[:16], encode
 
     def require_fit(self, sequence: int) -> None:
-        most = getattr(self.config.get_text_config(), "max_position_embeddings", None)
-        if most is not None and sequence > most:
-            raise InputError(f"--sequence {sequence}: the model has {most} positions")
+        require_positions("--sequence", sequence, positions_of(without_memory(lambda: self.make(torch.float32))))
 
 
 class _FromFunction(Source):

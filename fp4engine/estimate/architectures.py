@@ -1,6 +1,5 @@
 """Models of transformers from their configuration alone, on ``meta``, with a loss to trace."""
 
-import math
 from collections.abc import Callable
 from os import PathLike
 from typing import Any
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from fp4engine.arguments import require_integer, require_one_of, require_path
+from fp4engine.positions import positions_of, require_positions
 
 TASKS = ("AutoModelForSpeechSeq2Seq", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM", "AutoModelForCausalLM")
 """Classes of transformers whose input is known; the first that has the family, unless the configuration names one."""
@@ -69,8 +69,8 @@ def from_transformers(
                     f"the input of model_type {read.model_type!r} is not known: estimate a module with a loss instead"
                 )
             inputs = {"input_features": torch.zeros((batch, bins, frames), dtype=dtype)}
-        elif sequence > (most := _positions(model, read)):
-            raise ValueError(f"sequence must be at most {most}, the model's positions, got {sequence}")
+        else:
+            require_positions("sequence", sequence, positions_of(model))
         try:
             return model(**inputs, labels=tokens).loss
         except (DataDependentOutputException, DynamicOutputShapeException):
@@ -80,12 +80,3 @@ def from_transformers(
             raise ValueError(f"transformers cannot run model_type {read.model_type!r} from {path}: {said}") from error
 
     return model, loss
-
-
-def _positions(model: nn.Module, config: Any) -> float:
-    """How many positions ``model`` has a row of a table for; infinity without such tables, as with rotary positions."""
-    tables = {name.rpartition(".")[2]: module for name, module in model.named_modules()}
-    found = [tables[name] for name in ("position_embeddings", "embed_positions", "wpe") if name in tables]
-    rows = [table.num_embeddings for table in found if isinstance(table, nn.Embedding)]  # some are not for positions
-    said = getattr(config, "max_position_embeddings", None)
-    return min([*rows, *([said] if said else [])]) if rows else math.inf

@@ -1,6 +1,7 @@
 """What an estimate is asked: sizes or a module, and everything that decides what a step of it takes."""
 
 import copy
+import math
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from fp4engine.checkpoint import checkpoint
 from fp4engine.estimate.decoder import Architecture, Decoder, add_lora
 from fp4engine.estimate.gpus import GPU
 from fp4engine.estimate.trace import AsOnCuda
+from fp4engine.positions import require_positions
 from fp4engine.recipe import Recipe
 
 STATES = {"adamw": 2, "adamw8bit": 2, "sgd": 0, "momentum": 1}
@@ -87,8 +89,7 @@ def without_memory(model: nn.Module) -> nn.Module:
 def of_sizes(sizes: Architecture, keep: tuple[str, ...], step: dict[str, Any]) -> Request:
     """The request for one rank's part of a decoder, of ``sizes``; ``keep`` and ``step`` are its other fields."""
     rank, tokens = step["lora_rank"], step["batch"] * step["sequence"]
-    if sizes.positions and step["sequence"] > sizes.positions:
-        raise ValueError(f"sequence must be at most {sizes.positions}, the model's positions, got {step['sequence']}")
+    require_positions("sequence", step["sequence"], sizes.positions or math.inf)
     if tokens * max(sizes.width, sizes.ffn, sizes.vocabulary) > 1 << 56:  # PyTorch counts bytes by 64 bits
         raise ValueError(f"batch={step['batch']} times sequence={step['sequence']} is too much for {sizes}")
     dtype = torch.bfloat16 if step["parameters"] == "bf16" or step["fsdp"] > 1 else torch.float32

@@ -26,6 +26,7 @@ from fp4engine.export.serving_format import FORMATS, MODELOPT
 from fp4engine.export.state import ModelState
 from fp4engine.export.writer import TOKENIZER
 from fp4engine.modules.shared_amax import SHARED_SCALES
+from fp4engine.positions import positions_of, require_positions
 from fp4engine.recipe import recipe_from_argument
 
 
@@ -187,9 +188,7 @@ def compare(args: argparse.Namespace) -> int:
             "fp4engine.export.compare_served with batches of its inputs"
         )
     rows = _tokens(args)
-    most = getattr(empty.config.get_text_config(), "max_position_embeddings", None)
-    if most is not None and (longest := max(min(len(row), args.length) for row in rows)) > most:
-        raise ValueError(f"--length must be at most {most}, the model's positions, for sequences of {longest} tokens")
+    require_positions("--length", max(min(len(row), args.length) for row in rows), positions_of(empty))
     with quiet():
         model: Any = kind.from_pretrained(args.trained, dtype="auto", use_safetensors=True).eval()
     convert(model, recipe, keep_high_precision=_kept(model, args.keep_high_precision))

@@ -16,6 +16,7 @@ from fp4engine.export.reader import ServedCheckpoint
 from fp4engine.export.serving_format import COMPRESSED_TENSORS, NVFP4, ServingFormat, expert_stack
 from fp4engine.formats import E4M3
 from fp4engine.modules.adoption import is_conv1d
+from fp4engine.positions import positions_of
 
 AGREES, DIFFERS, CANNOT_LOAD, NOT_RUN = "agrees", "differs", "cannot load", "not run"
 _SAID = {AGREES: "loads and agrees", DIFFERS: "loads and DIFFERS", CANNOT_LOAD: "cannot load", NOT_RUN: "was not run"}
@@ -223,7 +224,8 @@ def inputs_for(model: Any, sample: Any) -> dict[str, Any] | None:
     if sample is not None:
         return {name: sample[0] if isinstance(sample, tuple) else sample}
     config = model.config.get_text_config()
-    tokens = torch.arange(64).view(2, 32) % config.vocab_size if hasattr(config, "vocab_size") else None
+    length = int(min(positions_of(model), 32))
+    tokens = torch.arange(2 * length).view(2, -1) % config.vocab_size if hasattr(config, "vocab_size") else None
     if name == "input_features" and tokens is not None and hasattr(model.config, "num_mel_bins"):
         frames = 2 * model.config.max_source_positions
         generator = torch.Generator().manual_seed(0)
@@ -234,8 +236,6 @@ def inputs_for(model: Any, sample: Any) -> dict[str, Any] | None:
         batch = {name: tokens}
     else:
         return None
-    limit = getattr(config, "max_position_embeddings", None) or getattr(config, "max_target_positions", None) or 32
-    tokens = tokens[:, :limit]
     return batch | ({"decoder_input_ids": tokens} if model.config.is_encoder_decoder else {})
 
 

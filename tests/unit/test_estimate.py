@@ -469,6 +469,9 @@ def test_what_transformers_cannot_build_is_refused(said: str, config: dict, tmp_
     [
         ("bert", "sequence must be at most 512, the model's positions, got 600"),
         ("opt", "sequence must be at most 512, the model's positions, got 600"),
+        ("gptj", "sequence must be at most 512, the model's positions, got 600"),
+        ("openai-gpt", "sequence must be at most 512, the model's positions, got 600"),
+        ("roberta", "sequence must be at most 510, the model's positions, got 600"),
         (
             "t5",
             "transformers cannot run model_type 't5' from .*: AttributeError: .* no attribute 'decoder_start_token_id'",

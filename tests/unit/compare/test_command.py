@@ -311,6 +311,8 @@ def test_fields_that_differ_are_compared_one_at_a_time(folder: Path, capsys) -> 
         (["--model=my_model.py:below_zero"], "below_zero() must return a list of integers of at least 0"),
         (["--model=my_model.py:nested"], "nested() must return a list of integers of at least 0"),
         (["--model=my_model.py:encode_fails"], "encode of my_model.py:encode_fails() fails: KeyError: 'nu' ("),
+        (["--model=gpt2"], "--sequence must be at most 8, the model's positions, got 16"),
+        (["--model=roberta"], "--sequence must be at most 14, the model's positions, got 16"),
         (["--model=no_python.py:make"], "--model: no_python.py:make: cannot import 'no_python.py': SyntaxError: "),
         (["--lora=2"], "--lora: PEFT gives Network no adapters"),
         (["--data", ""], "--data must name files and folders, got ''"),
@@ -345,6 +347,8 @@ def test_bad_input_gets_one_line_before_anything_is_spent(change: list[str], sai
     transformers.ViTConfig().save_pretrained(folder / "pictures")
     transformers.BertConfig().save_pretrained(folder / "both_ways")
     transformers.XLMConfig().save_pretrained(folder / "xlm")
+    transformers.GPT2Config(n_positions=8).save_pretrained(folder / "gpt2")
+    transformers.RobertaConfig(max_position_embeddings=16, is_decoder=True).save_pretrained(folder / "roberta")
     (folder / "no_python.py").write_text("def make(:")
     (folder / "other" / "mine.json").write_text(zoo.make("mxfp8").to_json())
     (folder / "rules.json").write_text(RuledRecipe(zoo.make("nvfp4"), (Rule(zoo.make("mxfp8"), "absent"),)).to_json())

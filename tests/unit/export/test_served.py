@@ -162,10 +162,6 @@ def test_the_command_says_it_and_exits_by_the_divergence(tmp_path, model, capsys
         ("[]", "must hold a list of lists of token ids"),
         ("{", "is no JSON"),
         ("[[64]]", "token ids from 0 to 63, got 64"),
-        (
-            json.dumps([[1] * 3000]),
-            "--length must be at most 2048, the model's positions, for sequences of 3000 tokens",
-        ),
     ):
         data.write_text(text)
         with pytest.raises(SystemExit) as left:
@@ -176,6 +172,11 @@ def test_the_command_says_it_and_exits_by_the_divergence(tmp_path, model, capsys
         with pytest.raises(SystemExit):
             main([*words, "--max-kl", limit])
         assert "--max-kl must be a finite number of at least 0, got" in capsys.readouterr().err
+    served_architecture("gpt2").save_pretrained(tmp_path / "gpt2")
+    data.write_text(json.dumps([[1] * 3000]))
+    with pytest.raises(SystemExit):
+        main([words[0], str(tmp_path / "gpt2"), *words[2:], "--length", "4000"])
+    assert "--length must be at most 64, the model's positions, got 3000" in capsys.readouterr().err
     served_architecture("t5").save_pretrained(tmp_path / "t5")
     with pytest.raises(SystemExit):
         main([words[0], str(tmp_path / "t5"), *words[2:]])
