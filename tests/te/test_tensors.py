@@ -41,6 +41,23 @@ def test_a_side_that_is_gone_cannot_be_asked_for() -> None:
     assert tensor.get_usages() == {"rowwise": False, "columnwise": False} and "columnwise=None" in repr(tensor)
 
 
+class Doubled(te.HybridQuantizer):
+    factor = 2.0
+
+    def quantize_impl(self, tensor: torch.Tensor):
+        return super().quantize_impl(self.factor * tensor)
+
+
+def test_a_hybrid_quantizer_of_a_class_of_its_own_stays_one_in_copies() -> None:
+    """Copies, of which each tensor keeps one, were plain hybrids without the attributes that someone had set."""
+    quantizer = Doubled(rowwise_quantizer=te.MXFP8Quantizer(E4M3), columnwise_quantizer=te.NVFP4Quantizer())
+    quantizer.factor = 4.0
+    copied = quantizer.copy()
+    quantizer.rowwise_quantizer.internal = True
+    assert type(copied) is Doubled and copied.factor == 4.0 and not copied.rowwise_quantizer.internal
+    assert type(copied(torch.ones(32, 64))._quantizer) is Doubled
+
+
 @pytest.mark.parametrize("used", [(True, False), (False, True), (False, False)])
 def test_an_update_leaves_the_sides_that_are_not_in_use(used) -> None:
     quantizer, x = hybrid(), torch.randn(32, 64)

@@ -288,13 +288,8 @@ class HybridQuantizer(Quantizer):
         self.columnwise_quantizer.set_usage(rowwise=False, columnwise=True)
 
     def copy(self) -> "HybridQuantizer":
-        new = HybridQuantizer(
-            rowwise_quantizer=self.rowwise_quantizer,
-            columnwise_quantizer=self.columnwise_quantizer,
-            columnwise_source=self.columnwise_source,
-        )
-        new.set_usage(rowwise=self.rowwise_usage, columnwise=self.columnwise_usage)
-        new.internal, new.optimize_for_gemm = self.internal, self.optimize_for_gemm
+        new: Any = super().copy()
+        new.rowwise_quantizer, new.columnwise_quantizer = (by.copy() for _, by, _ in self._each())
         return new
 
     def _each(self) -> list[tuple[str, Quantizer, bool]]:
