@@ -229,6 +229,36 @@ def test_a_resumed_run_is_the_one_that_went_on(dtype, adam_w_mode) -> None:
     assert all(torch.equal(*pair) for pair in zip(params, again, strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float64, torch.int32], ids=str)
+def test_parameters_that_fp32_would_cut_are_refused(dtype) -> None:
+    """Of a complex one the real part was trained, and FP64 and integers were rounded."""
+    param = torch.nn.Parameter(torch.ones(4, dtype=dtype), requires_grad=False)
+    param.grad = torch.ones_like(param)
+    optimizer = FusedAdam([param])
+    with pytest.raises(RuntimeError, match=rf"FP32, FP16 and BF16, got one in {dtype}"):
+        optimizer.step()
+    assert torch.equal(param, torch.ones(4, dtype=dtype)) and "step" not in optimizer.param_groups[0]
+
+
+def test_gradients_and_states_that_do_not_fit_are_refused_by_name() -> None:
+    param = torch.nn.Parameter(torch.ones(4, 2))
+    optimizer = FusedAdam([param], use_decoupled_grad=True)
+    param.decoupled_grad = torch.ones(4, 2).to_sparse()
+    with pytest.raises(RuntimeError, match=r"does not support sparse gradients, got one in torch\.sparse_coo"):
+        optimizer.step()
+    param.decoupled_grad = torch.ones(2, 4)
+    with pytest.raises(RuntimeError, match=r"shape of its parameter, \[4, 2\] on this rank, got \[2, 4\]"):
+        optimizer.step()
+    param.decoupled_grad = torch.ones(4, 2)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    with pytest.raises(ValueError, match=r"'exp_avg' \[4, 2\] of parameter 0, which is \[8\]"):
+        FusedAdam([torch.nn.Parameter(torch.ones(8))]).load_state_dict(saved)
+    saved["state"][0]["momentum_buffer"] = torch.ones(4, 2)
+    with pytest.raises(ValueError, match="state_dict has 'momentum_buffer'; states of Adam are exp_avg, "):
+        optimizer.load_state_dict(saved)
+
+
 def test_remainders_and_parameters_are_the_masters() -> None:
     torch.manual_seed(0)
     values = torch.randn(64, 64)

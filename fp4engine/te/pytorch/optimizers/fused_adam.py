@@ -37,6 +37,19 @@ def _placed_as(param: Tensor, local: Tensor) -> Tensor:
     )
 
 
+def _require_trainable(param: Tensor, grad: Tensor) -> None:
+    """Refuse what would be computed in FP32 with a part of it lost, or by an operation that PyTorch does not have."""
+    if param.dtype not in DTYPES[:3]:
+        raise RuntimeError(f"FusedAdam trains parameters in FP32, FP16 and BF16, got one in {param.dtype}")
+    if grad.layout is not torch.strided:
+        raise RuntimeError(f"FusedAdam does not support sparse gradients, got one in {grad.layout}")
+    if _local(grad).shape != _local(param).shape:
+        raise RuntimeError(
+            f"a gradient must have the shape of its parameter, {list(_local(param).shape)} on this rank, got "
+            f"{list(_local(grad).shape)}"
+        )
+
+
 def _decode_to(stored: Any, values: Tensor) -> None:
     """Let ``stored``, the FP8 of ``values``, decode to them, if they are what such a tensor has decoded to.
 
@@ -136,7 +149,8 @@ class FusedAdam(ZeroGrad, torch.optim.Adam):
                 need not be given.
 
         Raises:
-            RuntimeError: a parameter is stored as codes, and there are no ``master_weights``.
+            RuntimeError: a parameter is stored as codes, and there are no ``master_weights``; or is not FP32, FP16 or
+                BF16; or its gradient is sparse or has another shape.
         """
         scale: Tensor | None = getattr(self, "grad_scale", None)
         found: Tensor | None = getattr(self, "found_inf", None)
@@ -149,9 +163,11 @@ class FusedAdam(ZeroGrad, torch.optim.Adam):
                 loss = closure()
         name = "decoupled_grad" if self.use_decoupled_grad else "grad"
         for group in self.param_groups:
+            params: list[Tensor] = [param for param in group["params"] if getattr(param, name, None) is not None]
+            for param in params:
+                _require_trainable(param, getattr(param, name))
             advance = 1 if found is None else (found.view(()) == 0).to(torch.int32)
             group["step"] = group.get("step", 0) + advance
-            params: list[Tensor] = [param for param in group["params"] if getattr(param, name, None) is not None]
             grads = [_local(getattr(param, name)).float() for param in params]
             grads = grads if scale is None else [grad / scale.to(grad.device) for grad in grads]
             self._step_group(group, params, grads, found)
@@ -315,8 +331,9 @@ class FusedAdam(ZeroGrad, torch.optim.Adam):
         that a group leaves out keeps its value.
 
         Raises:
-            ValueError: moments without a number of steps, or of parameters whose numbers differ; or master weights, or
-                remainders of them, and this optimizer has none.
+            ValueError: moments without a number of steps, or of parameters whose numbers differ; or of another shape
+                than their parameter; or what is no state of Adam; or master weights, or remainders of them, and this
+                optimizer has none.
         """
         if not self.master_weights and any("master_param" in state for state in state_dict["state"].values()):
             raise ValueError(
@@ -336,10 +353,16 @@ class FusedAdam(ZeroGrad, torch.optim.Adam):
             group.pop("step", None)
             if counts:
                 group["step"] = counts.pop()
-        super().load_state_dict({**state_dict, "state": {}, "param_groups": groups})
+        super().load_state_dict({**state_dict, "state": {}, "param_groups": groups})  # raises for other groups
         names = [name for group in groups for name in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]
         for name, param in zip(names, params, strict=True):
+            for key, value in states.get(name, {}).items():
+                shape, own = _local(torch.as_tensor(value)).shape, _local(param).shape
+                if key not in self.name_to_dtype_map:
+                    raise ValueError(f"state_dict has {key!r}; states of Adam are {', '.join(self.name_to_dtype_map)}")
+                if shape != own:
+                    raise ValueError(f"state_dict has {key!r} {list(shape)} of parameter {name}, which is {list(own)}")
             master = states.get(name, {}).get("master_param")
             if master is not None and torch.as_tensor(master).dtype == torch.int16 and not self._has_remainders(param):
                 raise ValueError(
