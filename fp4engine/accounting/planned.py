@@ -172,8 +172,9 @@ def other_matrices(model: nn.Module) -> dict[str, PlannedMatrix]:
     for name, parameter in model.named_parameters():
         if id(parameter) in owned:
             continue
-        shape = () if is_lazy(parameter) else tuple(parameter.shape)
-        if (shape and sum(size > 1 for size in shape) < 2) or _ADDED.search(name.rpartition(".")[2]):
+        lazy = is_lazy(parameter)
+        shape = () if lazy else tuple(parameter.shape)
+        if (not lazy and sum(size > 1 for size in shape) < 2) or _ADDED.search(name.rpartition(".")[2]):
             continue
         kind = type(model.get_submodule(name.rpartition(".")[0])).__name__
         found[name] = PlannedMatrix(name, shape, f"{kind} is no nn.Linear")

@@ -201,6 +201,7 @@ def test_what_a_vision_transformer_adds_is_no_matrix_that_multiplies() -> None:
     holder = nn.ModuleList([nn.Linear(16, 16)])
     for name in (*names, "pos_proj", "composition_embed", "tokenizer"):
         holder.register_parameter(name, nn.Parameter(torch.zeros(1, 8, 16)))
+    holder.register_parameter("logit_scale", nn.Parameter(torch.tensor(2.66)))  # CLIP's, one number without dimensions
     plan = fp4engine.convert(holder)
     assert [matrix.name for matrix in plan.matrices] == ["pos_proj", "composition_embed", "tokenizer"]
 
