@@ -116,13 +116,13 @@ def require_plain_class(name: str, module: nn.Module, action: str) -> None:
 
 
 def to_linear(module: Linear) -> nn.Linear:
-    """An ``nn.Linear`` with the parameters, hooks and mode of ``module``: the inverse of ``Linear.from_linear``.
+    """What ``module`` replaces, with its parameters, hooks and mode: the inverse of ``Linear.from_linear``.
 
     ``module.compile()`` is not handed on. A weight that is stored as codes becomes the values that they decode to. The
     two share the dictionary of their parameters, in which FSDP2 puts gathered ones by way of the module it was given.
     """
-    own = vars(Gemms()).keys() - vars(nn.Module()).keys()
-    new = nn.Linear.__new__(nn.Linear)
+    own = {*vars(Gemms()), "replaces"} - vars(nn.Module()).keys()
+    new = module.replaces.__new__(module.replaces)
     state = nn.Module.__getstate__(module)  # leaves out the compiled call, which runs module itself
     new.__dict__.update({name: value for name, value in state.items() if name not in own})
     decode_parameters(new)

@@ -52,6 +52,8 @@ class Linear(Gemms, torch.nn.Linear):
     """
 
     init_method: Callable[[Tensor], Any] | None = None
+    replaces: type[torch.nn.Linear] = torch.nn.Linear
+    """The class of what this was made from: ``nn.Linear``, or a subclass that only has a constructor of its own."""
     __call__: Callable[..., Tensor]  # for type checkers: PyTorch's own says Any
 
     @warn_of_third
@@ -103,6 +105,8 @@ class Linear(Gemms, torch.nn.Linear):
         new = cls.__new__(cls)
         new.__dict__.update(torch.nn.Module.__getstate__(module))  # leaves out the compiled call, which runs module
         new._configure(name, recipe, False)
+        if not isinstance(module, Linear):
+            new.replaces = next(kind for kind in type(module).__mro__ if not issubclass(kind, fsdp_module()))
         return new
 
     def reset_parameters(self) -> None:

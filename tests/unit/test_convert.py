@@ -14,6 +14,7 @@ from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_sub
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrizations
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.pytorch_utils import Conv1D
@@ -685,6 +686,15 @@ def test_revert_leaves_a_subclass_with_a_forward_of_its_own() -> None:
     fp4engine.convert(model)
     fp4engine.revert(model)
     assert [type(module) for module in model] == [Scaled, nn.Linear] and torch.equal(model(x), before)
+
+
+def test_revert_gives_a_layer_its_class_back() -> None:
+    model = nn.Sequential(nn.MultiheadAttention(16, 2), nn.Linear(16, 16))
+    fp4engine.convert(model)
+    fp4engine.revert(copy.deepcopy(model))
+    fp4engine.revert(model)
+    assert [type(module) for module in (model[0].out_proj, model[1])] == [NonDynamicallyQuantizableLinear, nn.Linear]
+    assert "replaces" not in vars(model[1])
 
 
 def test_revert_refuses_a_forward_that_was_replaced_on_the_object() -> None:
