@@ -1,4 +1,4 @@
-"""What the tensors of a model are called in its checkpoints, and which parts of them these hold."""
+"""What the tensors of a model are called in its checkpoints, and which parts of them these hold; files beside them."""
 
 import sys
 from bisect import bisect_right
@@ -10,6 +10,19 @@ from torch import Tensor, nn
 
 from fp4engine.modules import QuantizedWeight
 from fp4engine.quantizers.base import FLOATS
+
+VOCABULARY = (
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "merges.txt",
+    "spiece.model", "sentencepiece.bpe.model", "sentencepiece.model", "spm.model", "source.spm", "target.spm",
+    "tekken.json", "bpe.codes", "byte_maps.json", "emoji.json", "entity_vocab.json", "normalizer.json",
+    "prophetnet.tokenizer", "vocab-src.json", "vocab-tgt.json", "word_pronunciation.json", "word_shape.json",
+)  # fmt: skip
+"""Files that tokenizers of transformers 5.23 are made from; some of them need no other."""
+
+TOKENIZER = (
+    *VOCABULARY, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+"""Files that a tokenizer may consist of."""
 
 
 @dataclass(frozen=True)

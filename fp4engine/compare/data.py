@@ -223,6 +223,8 @@ def _documents(files: Sequence[Path], field: str, as_bytes: bool) -> Iterator[st
                 found = True
                 if as_bytes and (file.is_dir() or file.suffix in (".jsonl", ".parquet")):
                     text = text.encode("utf-8", "surrogatepass").decode("latin-1")  # a character for each byte
+                elif not as_bytes:  # no tokenizer takes half of a surrogate pair, which JSON may hold
+                    text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
                 yield text
         except OSError as error:
             raise InputError(f"--data: {file} cannot be read ({error.strerror or error})") from error

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from fp4engine.accounting.planned import ConversionPlan
 from fp4engine.arguments import shown
+from fp4engine.checkpoint_names import VOCABULARY
 from fp4engine.compare.checkpoint import Stateful, file_digest
 from fp4engine.compare.data import Encode, Tokens
 from fp4engine.compare.files import INSTALLED, InputError, one_line, place_of
@@ -33,8 +34,6 @@ VALIDATION_TOKENS = 2**16
 VALIDATION_SHARE = 8
 """The last validation loss is a mean over about ``VALIDATION_TOKENS`` tokens, or over an eighth of the trained tokens
 if that is less. A validation before the end takes an eighth of them. The tokens are the same in every run."""
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 Loss = Callable[[nn.Module, Tensor], Tensor]
 """Of a model and tokens int64 [batch, sequence + 1], the loss in nats per token: one number with a gradient."""
@@ -351,7 +350,7 @@ class _FromTransformers(Source):
                 f"--model: {self.file} has no vocab_size, so it is no language model; give module:function, which "
                 "returns a model and its loss"
             )
-        found = [self.folder / name for name in TOKENIZER_FILES if (self.folder / name).is_file()]
+        found = [self.folder / name for name in VOCABULARY if (self.folder / name).is_file()]
         if not found:
             if vocabulary < 256:
                 raise InputError(
@@ -372,8 +371,16 @@ class _FromTransformers(Source):
         end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
         def encode(texts: list[str]) -> list[Any]:
-            ids = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
-            return [np.array([*of_one, *end], np.uint32) for of_one in ids]
+            try:
+                ids = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+            except Exception as error:  # as above
+                raise InputError(f"--model: the tokenizer {found[0]} fails: {one_line(error)}") from error
+            made = [np.array([*of_one, *end], np.uint32) for of_one in ids]
+            if (largest := max((int(each.max()) for each in made if len(each)), default=0)) >= vocabulary:
+                raise InputError(
+                    f"--model: the tokenizer gives token id {largest:,}, and the model's vocabulary is {vocabulary:,}"
+                )
+            return made
 
         return "tokenizer " + hashlib.sha256("".join(map(_file_digest, found)).encode()).hexdigest()[:16], encode
 

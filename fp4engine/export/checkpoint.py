@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fp4engine.accounting.table import table
 from fp4engine.arguments import is_number, require_bool, require_integer, require_model, require_one_of, require_path
+from fp4engine.checkpoint_names import TOKENIZER
 from fp4engine.constants import E4M3_MAX, FLT_MAX
 from fp4engine.export.calibration import KVCache, attention_modules
 from fp4engine.export.layers import Amaxes, ExportLayer, Requantize, encode, export_layers
@@ -45,7 +46,7 @@ from fp4engine.export.serving_format import (
 from fp4engine.export.slabs import Slabs, progress_bar
 from fp4engine.export.state import ModelState
 from fp4engine.export.verification import compare
-from fp4engine.export.writer import TOKENIZER, ShardWriter, copy_files, whole_directory, write_json
+from fp4engine.export.writer import ShardWriter, copy_files, whole_directory, write_json
 from fp4engine.formats import CastSpec
 from fp4engine.modules.shared_amax import SHARED_SCALES
 from fp4engine.recipe import Recipe

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from fp4engine.arguments import require_integer
+from fp4engine.checkpoint_names import TOKENIZER
 from fp4engine.convert import convert
 from fp4engine.export.calibration import KVCache
 from fp4engine.export.checkpoint import export_checkpoint
@@ -24,7 +25,6 @@ from fp4engine.export.recoding import LOSSLESS, decoded_names, recode_checkpoint
 from fp4engine.export.served import compare_served
 from fp4engine.export.serving_format import FORMATS, MODELOPT
 from fp4engine.export.state import ModelState
-from fp4engine.export.writer import TOKENIZER
 from fp4engine.modules.shared_amax import SHARED_SCALES
 from fp4engine.positions import positions_of, require_positions
 from fp4engine.recipe import recipe_from_argument

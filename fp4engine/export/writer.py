@@ -13,25 +13,13 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from fp4engine.checkpoint_names import TOKENIZER
 from fp4engine.files import sync
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 _CONFIGURATIONS = ("generation_config.json", "preprocessor_config.json", "processor_config.json")
-TOKENIZER = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
-"""Files that a tokenizer may consist of."""
 
 
 @contextmanager

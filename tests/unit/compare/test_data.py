@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
+import transformers
 
 from fp4engine.compare import InputError
 from fp4engine.compare.data import Tokens, prepare
-from fp4engine.compare.task import encode_bytes
+from fp4engine.compare.task import encode_bytes, source_of
 
 TEXTS = [f"document {number}: " + "the quick brown fox; " * (number % 7 + 3) for number in range(60)]
 LENGTH = 17
@@ -199,3 +201,38 @@ def test_data_that_cannot_be_used_is_named(make, said, tmp_path) -> None:
 def _written(path: Path, text: str) -> Path:
     path.write_text(text)
     return path
+
+
+def folder_with_words(folder: Path, vocabulary: int) -> Path:
+    """A model whose tokenizer is one file, as BERT's was before there were others."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
+    transformers.BertConfig(vocab_size=vocabulary, is_decoder=True, **sizes).save_pretrained(folder)
+    (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abc"]) + "\n")
+    return folder
+
+
+def test_a_vocabulary_in_one_file_is_a_tokenizer(tmp_path) -> None:
+    """Text was read as bytes beside it."""
+    name, encode = source_of(str(folder_with_words(tmp_path, 300))).encoding()
+    assert name.startswith("tokenizer ") and [ids.tolist() for ids in encode(["a c", "b?"])] == [[5, 7], [6, 1]]
+
+
+def test_half_a_pair_of_surrogates_is_no_fault(tmp_path) -> None:
+    """JSON may hold one, and no tokenizer takes it: that was a traceback."""
+    _, encode = source_of(str(folder_with_words(tmp_path / "model", 300))).encoding()
+    text = tmp_path / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": f"a \ud83d b {'c ' * number}"}) + "\n" for number in range(30)))
+    tokens = prepare([text], encode, "words", 10**6, 9, "text", tmp_path / "out")
+    assert tokens.training + tokens.validation == sum(2 + number for number in range(30))
+
+
+def test_a_tokenizer_with_gaps_is_refused_where_the_model_has_no_row(tmp_path) -> None:
+    folder = folder_with_words(tmp_path, 9)
+    (folder / "vocab.txt").unlink()
+    words = {"[UNK]": 1, "a": 2, "b": 11}
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "[UNK]")).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    _, encode = source_of(str(folder)).encoding()
+    assert encode(["a"])[0].tolist() == [2]
+    with pytest.raises(InputError, match=r"the tokenizer gives token id 11, and the model's vocabulary is 9"):
+        encode(["a", "b"])
