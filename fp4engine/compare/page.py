@@ -118,6 +118,7 @@ def html(comparison: Comparison, about: About) -> str:
         shade=_shade,
         version=__version__,
         sqrt3=SQRT_3,
+        infinity=math.inf,
     )
 
 

@@ -159,7 +159,8 @@ def measure(task: Task, recipe: Recipe, model: nn.Module, runner: Runner) -> Sen
     apart: list[float] = []
     for run in again:
         repeated = [loss for _, loss in read(run.path(runner.places.finished, task.setting())).losses]
-        apart.append(100 * (last_quarter(repeated) - last_quarter(losses(run.recipe))) / high)
+        first, second = last_quarter(losses(run.recipe)), last_quarter(repeated)
+        apart.append(0.0 if first == second else 100 * (second - first) / high)  # 0 of two that diverge
     found = [Unit(unit.name, 100 * unit.gap / high, unit.share) for unit in advice.ranking]
     noise = max(*map(abs, apart), *(-unit.gap for unit in found))  # rounding cannot help: what seems to is chance
     clear = {unit.name for unit in found if unit.gap > CLEAR_OF_NOISE * noise}

@@ -1,6 +1,7 @@
 """A planted fault is found by the ranking of parts and changes the verdict; recipes that are equal tie."""
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from fp4engine.compare.sensitivity import Sensitivity, measure, short, units_of
 from fp4engine.compare.statistics import DOES_NOT, TRAINS
 from fp4engine.compare.training import Places
 from fp4engine.formats import CastSpec, Rotation
-from fp4engine.inspect.search import only
+from fp4engine.inspect.search import only, without
 from fp4engine.recipe import Casts, LinearRecipe, Recipe, zoo
 from tests.tiny_task import InThisProcess, TinyTask
 
@@ -118,6 +119,25 @@ def test_what_brings_nothing_is_not_advised(tmp_path) -> None:
     found = measure(task, NVFP4, model, Planned(tmp_path, losses))
     assert found.is_clear(found.units[0]) and found.units[0].name == "blocks.1.up"
     assert found.gap == pytest.approx(found.gap_then) and found.keep == ()
+
+
+def test_the_part_by_which_a_recipe_diverges_is_advised(tmp_path) -> None:
+    """The page said that the gap falls from –%."""
+    task = TinyTask(steps=4, evaluate_every=4)
+    with torch.device("meta"):
+        model = task.model()
+    task.convert(model, Run("", HIGH_PRECISION, 0))
+    parts = [f"blocks.{block}.{name}" for block in range(3) for name in ("up", "down")]
+    losses = {only([part], NVFP4): 1.0 for part in parts} | {HIGH_PRECISION: 1.0}
+    losses |= {NVFP4: math.nan, only(["blocks.1.up"], NVFP4): math.nan, without(NVFP4, ["blocks.1.up"]): 1.001}
+    found = measure(task, NVFP4, model, Planned(tmp_path, losses))
+    assert found.noise == 0 and found.keep == ("blocks.1.up",)
+    assert found.gap == math.inf and found.gap_then == pytest.approx(0.1)
+    for recipe, gap in ((None, 1.0), ("nvfp4", math.nan)):
+        with Recorder(tmp_path / "runs", recipe=recipe) as run:
+            run.step(gap)
+    page = html(compare(read_folders([tmp_path / "runs"]), TOLERANCE), About("", sensitivity={"nvfp4": found}))
+    assert "Keep them there, and the short runs end with a gap of 0.10%; by the whole recipe they diverge:" in page
 
 
 def test_parts_have_the_names_that_rules_see(tmp_path) -> None:
