@@ -20,7 +20,7 @@ from fp4engine.te.pytorch.base_storage import (
     restore_from_saved,
 )
 from fp4engine.te.pytorch.layout import matrix_shape, remember, remembered
-from fp4engine.te.pytorch.quantizer import Quantizer, StraightThrough, decoded, lost
+from fp4engine.te.pytorch.quantizer import Quantizer, StraightThrough, decoded, lost, spec_of
 from fp4engine.tensor import Operand, is_transposable
 
 __all__ = [
@@ -193,7 +193,7 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: igno
 
     def make_rowwise(self) -> Operand:
         """The operand [N, K] that a product multiplies by, cast as :attr:`quantizer` says."""
-        spec = self._get_quantizer().frozen().rowwise_spec
+        spec = spec_of(self._get_quantizer(), "rowwise")
         found = self._operand("rowwise") if spec is None else self._operand_as("rowwise", spec)
         if found is None:
             raise ValueError(f"this {type(self).__name__} has no rowwise side, which a product by it reads")
@@ -201,7 +201,7 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: igno
 
     def make_columnwise(self) -> Operand:
         """The operand [K, N], the rowwise one's transpose where that is the same cast."""
-        spec = self._get_quantizer().frozen().columnwise_spec
+        spec = spec_of(self._get_quantizer(), "columnwise")
         if spec is None:
             return Operand.dense(self.values_in(self.dtype).T)
         found = self._operand_as("columnwise", spec)
@@ -214,7 +214,7 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: igno
         return self.make_rowwise().transposed()
 
     def is_read_transposed(self) -> bool:
-        spec = self._get_quantizer().frozen().columnwise_spec
+        spec = spec_of(self._get_quantizer(), "columnwise")
         return spec is not None and is_transposable(spec) and not self.has("columnwise")
 
     def tensors(self) -> tuple[Tensor, ...]:

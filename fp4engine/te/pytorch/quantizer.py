@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from fp4engine.arguments import shown
+from fp4engine.formats import CastSpec
 from fp4engine.ops.rng import follows_torch
-from fp4engine.private import Value, register_value
+from fp4engine.private import Value, constant_when_traced, register_value
 from fp4engine.quantizers.base import Quantizer as FrozenQuantizer
 from fp4engine.te.pytorch.base_storage import QuantizedTensorStorage, kind_of
 from fp4engine.te.pytorch.constants import DType
@@ -386,6 +387,15 @@ class StraightThrough(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
         return grad_outputs[0], None
+
+
+@constant_when_traced
+def spec_of(quantizer: Any, side: str) -> CastSpec | None:
+    """The cast of a side, "rowwise" or "columnwise", by the quantizer's present settings.
+
+    It is a constant of compiled code, since Dynamo of PyTorch 2.11 may not ask a quantizer for anything.
+    """
+    return getattr(quantizer.frozen(), f"{side}_spec")
 
 
 def decoded(tensor: Any) -> Tensor:

@@ -11,6 +11,7 @@ from fp4engine.formats import CastSpec
 from fp4engine.te.pytorch.base_storage import QuantizedTensorStorage
 from fp4engine.te.pytorch.layout import ScaleLayout, codes, matrix_shape, rectangle, transposed_shape, up_to
 from fp4engine.te.pytorch.quantized_tensor import WHOLE, Part, QuantizedTensor, Quantizer, listed
+from fp4engine.te.pytorch.quantizer import spec_of
 from fp4engine.te.pytorch.tensor.identity_tensor import IdentityQuantizer
 from fp4engine.tensor import Operand
 from fp4engine.tensor import QuantizedTensor as Operands
@@ -68,7 +69,7 @@ class BlockStorage(QuantizedTensorStorage):
 
     def _spec(self, side: str) -> CastSpec:
         """What the codes of ``side`` were cast by, as far as decoding asks."""
-        spec = getattr(self._get_quantizer().frozen(), f"{side}_spec")
+        spec = spec_of(self._get_quantizer(), side)
         assert spec is not None
         return spec
 
@@ -257,7 +258,9 @@ class BlockQuantizer(Quantizer):
         rows, cols = matrix_shape(shape)
         rows, cols = (cols, rows) if columnwise else (rows, cols)
         side = SIDES[columnwise]
-        blocks = -(-cols // getattr(self.frozen(), f"{side}_spec").block[1])
+        spec = spec_of(self, side)
+        assert spec is not None
+        blocks = -(-cols // spec.block[1])
         return self.tensor_class._layout(side, self.storage_words()).shape(rows, blocks)
 
     def _sides(self) -> list[str]:

@@ -13,7 +13,7 @@ from fp4engine.reference import round_outer_amax
 from fp4engine.reference.scaling import block_amax
 from fp4engine.te.pytorch.constants import DType, fp8_element
 from fp4engine.te.pytorch.layout import ScaleLayout, matrix_shape, remember, remembered, transposed_shape, up_to
-from fp4engine.te.pytorch.quantizer import decoded
+from fp4engine.te.pytorch.quantizer import decoded, spec_of
 from fp4engine.te.pytorch.tensor.block_storage import SIDES, BlockQuantizer, BlockStorage, BlockTensor
 from fp4engine.te.pytorch.tensor.float8_tensor import require_epsilon
 from fp4engine.tensor import Operand
@@ -62,7 +62,7 @@ class Float8BlockwiseQTensorStorage(BlockStorage):
         if made is None or by is None or by.storage_words() != self._words():
             return made
         powers = remembered(getattr(self, f"_{side}_scale_inv"))
-        return made if powers is None else made._replace(spec=getattr(by.frozen(), f"{side}_spec"), scale_inv=powers)
+        return made if powers is None else made._replace(spec=spec_of(by, side), scale_inv=powers)
 
     def _as_cast(self, operand: Operand, spec: CastSpec) -> Operand:
         """``operand``, with powers of two as scales if ``spec`` has them.

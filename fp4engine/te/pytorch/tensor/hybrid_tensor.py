@@ -11,6 +11,7 @@ from fp4engine.quantizers.base import Quantizer as FrozenQuantizer
 from fp4engine.recipe.casts import ColumnwiseSource
 from fp4engine.te.pytorch.base_storage import QuantizedTensorStorage
 from fp4engine.te.pytorch.quantized_tensor import Part, QuantizedTensor, Quantizer, decoded
+from fp4engine.te.pytorch.quantizer import spec_of
 from fp4engine.te.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
 from fp4engine.tensor import Operand
 from fp4engine.tensor import QuantizedTensor as Operands
@@ -308,8 +309,8 @@ class HybridQuantizer(Quantizer):
         return self.columnwise_quantizer.columnwise_of(values, **given)
 
     def frozen(self, stream: int = 0) -> FrozenQuantizer:
-        row: CastSpec | None = self.rowwise_quantizer.frozen().rowwise_spec
-        col: CastSpec | None = self.columnwise_quantizer.frozen().columnwise_spec
+        row = spec_of(self.rowwise_quantizer, "rowwise")
+        col = spec_of(self.columnwise_quantizer, "columnwise")
         return FrozenQuantizer(row, col, self.columnwise_source, stream)
 
     def _sources(self, tensor: Tensor) -> dict[str, Any]:

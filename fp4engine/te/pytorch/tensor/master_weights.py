@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fp4engine.arguments import require_member
-from fp4engine.formats import CastSpec, Correction
+from fp4engine.formats import Correction
 from fp4engine.reference.scaling import block_amax
 from fp4engine.te.pytorch.base_storage import QuantizedTensorStorage
 from fp4engine.te.pytorch.layout import matrix_shape
-from fp4engine.te.pytorch.quantizer import Quantizer
+from fp4engine.te.pytorch.quantizer import Quantizer, spec_of
 from fp4engine.te.pytorch.tensor.block_storage import SIDES
 from fp4engine.te.pytorch.tensor.float8_blockwise_tensor import Float8BlockwiseQTensorStorage
 from fp4engine.te.pytorch.tensor.float8_tensor import Float8TensorStorage, share_amaxes
@@ -143,7 +143,7 @@ def _require_castable(weight: Any) -> None:
             f"quantize_master_weights of a {type(weight).__name__} needs square blocks, whose columnwise codes can be "
             "made of gathered rowwise ones: with_2d_quantization=True, or block_scaling_dim=2"
         )
-    spec = weight._get_quantizer().frozen().rowwise_spec
+    spec = spec_of(weight._get_quantizer(), "rowwise")
     if spec is not None and (spec.scale_rule.is_four_over_six or spec.correction is not Correction.NONE):
         raise NotImplementedError(f"quantize_master_weights is not implemented for {spec.label}, which sums errors")
 
@@ -155,15 +155,11 @@ def _cast_sides(weight: Any) -> list[str]:
     return ["rowwise" if weight.has("rowwise") else "columnwise"]
 
 
-def _spec_of(part: _Part, side: str) -> CastSpec | None:
-    return getattr(part.weight._get_quantizer().frozen(), f"{side}_spec")
-
-
 def _amaxes(part: _Part) -> dict[str, Tensor]:
     """The amaxes by which each side is scaled, of what is this rank's, in the weight's dtype."""
     found: dict[str, Tensor] = {}
     for side in _cast_sides(part.weight):
-        spec = _spec_of(part, side)
+        spec = spec_of(part.weight._get_quantizer(), side)
         if spec is None:
             continue
         matrix = part.values.T if side == "columnwise" else part.values
@@ -187,7 +183,7 @@ def _write(part: _Part, amaxes: dict[str, Tensor]) -> None:
     for side in _cast_sides(weight):
         is_turned = side == "columnwise"
         matrix, mine = (part.values.T, own.T) if is_turned else (part.values, own)
-        amax, spec = amaxes[side], _spec_of(part, side)
+        amax, spec = amaxes[side], spec_of(part.weight._get_quantizer(), side)
         assert spec is not None
         among = amax if not spec.block[1] else amax.repeat_interleave(spec.block[1], 1)[:, : matrix.shape[1]]
         values = torch.where(mine, matrix, among)

@@ -12,7 +12,7 @@ from fp4engine.quantizers.base import Quantizer as FrozenQuantizer
 from fp4engine.quantizers.nvfp4 import NVFP4Quantizer as FrozenNVFP4Quantizer
 from fp4engine.te.pytorch.constants import DType
 from fp4engine.te.pytorch.layout import ScaleLayout, matrix_shape, transposed_shape, up_to
-from fp4engine.te.pytorch.quantizer import decoded
+from fp4engine.te.pytorch.quantizer import decoded, spec_of
 from fp4engine.te.pytorch.tensor.block_storage import BlockQuantizer, BlockStorage, BlockTensor
 from fp4engine.te.pytorch.tensor.float8_tensor import share_amaxes
 from fp4engine.tensor import Operand
@@ -91,7 +91,7 @@ class NVFP4TensorStorage(BlockStorage):
         return by if alike else self._default_quantizer()
 
     def _spec(self, side: str) -> CastSpec:
-        spec = getattr(self._read_by().frozen(), f"{side}_spec")
+        spec = spec_of(self._read_by(), side)
         assert spec is not None
         return spec
 
