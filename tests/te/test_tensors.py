@@ -442,6 +442,27 @@ def test_a_write_leaves_no_transpose_of_the_old_values() -> None:
     assert torch.equal(weight._transpose, quantizer(later)._data.T)
 
 
+@pytest.mark.parametrize("internal", [False, True])
+@pytest.mark.parametrize("name", [*ALL, "hybrid"])
+def test_copies_and_pickles_multiply_as_what_they_are_of(name: str, internal: bool) -> None:
+    """A deep copy had FP8's scale and not the amax by which layers decode; pickles of some storages raised."""
+    made_by = hybrid(per_tensor()) if name == "hybrid" else ALL[name].copy()
+    for quantizer in (made_by, made_by.rowwise_quantizer) if name == "hybrid" else (made_by,):
+        quantizer.internal = internal
+    values, amaxes = torch.randn(128, 256), torch.linspace(5, 6, 100)
+    values[0, 0] = next(amax for amax in amaxes if 448 * per_tensor()(amax.view(1, 1))._scale_inv != amax)
+    tensor = made_by(values)
+    if not internal:
+        tensor.copy_(values)
+    for copied in (copy.deepcopy(tensor), copy.copy(tensor), pickle.loads(pickle.dumps(tensor))):
+        assert type(copied) is type(tensor) and torch.equal(copied.dequantize(), tensor.dequantize())
+        for side in ("rowwise", "columnwise"):
+            spec = getattr(made_by.frozen(), f"{side}_spec")
+            read, expected = copied._operand_as(side, spec), tensor._operand_as(side, spec)
+            assert torch.equal(read.data, expected.data) and torch.equal(read.amax, expected.amax)
+            assert torch.equal(read.scale_inv.view(torch.uint8), expected.scale_inv.view(torch.uint8))
+
+
 SHARING = {
     "detached": lambda t: t.detach(),
     "view": lambda t: t.view(2, 128, 128),

@@ -235,6 +235,21 @@ class QuantizedTensorStorage:
         stored = zip(self._arguments(), (getattr(self, name) for name in (*self._TENSORS, *self._WORDS)), strict=True)
         return {**dict(stored), "quantizer": self._quantizer, "fake_dtype": self._dtype}
 
+    def _pickled(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The metadata, and what is remembered of the tensors, for a pickle."""
+        sources = {name: remembered(tensor) for name, tensor in self._tensors().items() if tensor is not None}
+        # As bytes, and not on the tensors: PyTorch does not read a pickle of E8M0.
+        kept = {
+            name: (source.view(torch.uint8), source.dtype) for name, source in sources.items() if source is not None
+        }
+        metadata = self.get_metadata().items()
+        return {name: value.detach() if isinstance(value, Tensor) else value for name, value in metadata}, kept
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if not self._TENSORS and not self._WORDS:
+            return super().__reduce_ex__(protocol)
+        return rebuild_storage, (type(self), self._told_shape, *self._pickled())
+
     def _padded(self) -> dict[str, Tensor | None]:
         """The tensors as they lie where this is no part of another."""
         return self._tensors()
@@ -490,6 +505,22 @@ class QuantizedTensorStorage:
         for name, tensor in zip(names, gathered, strict=True):
             setattr(self, name, tensor)
         self._unwritten(self)
+
+
+def rebuild_storage(
+    cls: type[QuantizedTensorStorage], told_shape: torch.Size | None, metadata: dict[str, Any], kept: dict[str, Any]
+) -> Any:
+    """The storage that was pickled."""
+    storage = with_kept(cls(**metadata), kept)
+    storage._told_shape = told_shape
+    return storage
+
+
+def with_kept(made: Any, kept: dict[str, Any]) -> Any:
+    """``made``, whose tensors remember what is ``kept``, as bytes and their dtype; earlier files have it as tensors."""
+    for name, source in kept.items():
+        remember(getattr(made, name), source if isinstance(source, Tensor) else source[0].view(source[1]))
+    return made
 
 
 def kind_of(cls: type) -> Any:

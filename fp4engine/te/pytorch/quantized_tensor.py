@@ -1,6 +1,7 @@
 """What TransformerEngine's quantized tensors have in common: to every operation they are what they decode to."""
 
 from collections.abc import Callable, Iterable
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from fp4engine.te.pytorch.base_storage import (
     prepare_for_saving,
     restore_from_func_ctx,
     restore_from_saved,
+    with_kept,
 )
 from fp4engine.te.pytorch.layout import matrix_shape, remember, remembered
 from fp4engine.te.pytorch.quantizer import Quantizer, StraightThrough, decoded, lost, spec_of
@@ -408,20 +410,19 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: igno
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """As PyTorch's, but for a part: PyTorch would copy where it lies in memory, and that it takes no writes."""
         if not self._is_part:
-            return super().__deepcopy__(memo)
+            stored, copied = self._tensors(), super().__deepcopy__(memo)
+            for name, tensor in stored.items():
+                source = None if tensor is None else remembered(tensor)
+                if source is not None:  # PyTorch copies that it is remembered too, but of which version
+                    remember(getattr(copied, name), deepcopy(source, memo))
+            return copied
         copied = self.detach().clone()
         if isinstance(self, torch.nn.Parameter):
             return torch.nn.Parameter(copied, self.requires_grad)
         return copied.requires_grad_(self.requires_grad)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        sources = {name: remembered(tensor) for name, tensor in self._tensors().items() if tensor is not None}
-        # As bytes, and not on the tensors: PyTorch does not read a pickle of E8M0.
-        kept = {
-            name: (source.view(torch.uint8), source.dtype) for name, source in sources.items() if source is not None
-        }
-        metadata = self.get_metadata().items()
-        stored = {name: value.detach() if isinstance(value, Tensor) else value for name, value in metadata}
+        stored, kept = self._pickled()
         whole = type(self), self.shape, self.dtype, stored
         return rebuild, (*whole, self.requires_grad, isinstance(self, torch.nn.Parameter), kept)
 
@@ -482,10 +483,8 @@ def rebuild(
     is_parameter: bool,
     kept: dict[str, Any],
 ) -> Any:
-    """The tensor or parameter that was pickled; earlier files have what is ``kept`` as tensors."""
-    tensor = cls(shape, dtype, **metadata)
-    for name, source in kept.items():
-        remember(getattr(tensor, name), source if isinstance(source, Tensor) else source[0].view(source[1]))
+    """The tensor or parameter that was pickled."""
+    tensor = with_kept(cls(shape, dtype, **metadata), kept)
     if is_parameter:
         return torch.nn.Parameter(tensor, requires_grad)
     return tensor.requires_grad_(requires_grad)
