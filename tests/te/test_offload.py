@@ -89,6 +89,11 @@ def test_a_quantized_tensor_moves_by_its_parts_and_stays_whole_itself(device: st
     assert state.get_offloaded_total_size_mb() == 0 and torch.equal(back.dequantize(), expected)
 
 
+def test_a_weight_that_is_stored_as_codes_stays_as_other_parameters_do() -> None:
+    weight, state = nn.Parameter(NVFP4Quantizer()(random("cpu", 1024, 1024))), state_on("cpu")
+    assert moved(state, [weight])[0] is weight and state.get_offloaded_total_size_mb() == 0
+
+
 def test_copies_are_no_part_of_a_graph() -> None:
     """A copy of a tensor that needs a gradient kept the tensor."""
     state = state_on("cpu")

@@ -141,10 +141,12 @@ class OffloadableLayerState:
     def push_tensor(self, tensor: Tensor | QuantizedTensorStorage) -> Pushed:
         """Take a tensor that is saved for backward; returns what :meth:`pop_tensor` wants for it."""
         self._turn("push_tensor", "not_offloaded")
+        if isinstance(tensor, Parameter):
+            return tensor
         if isinstance(tensor, QuantizedTensorStorage):
             _, owner = tensor.view(tensor.shape).prepare_for_saving()  # of an object of its own, which loses them
             return [part if part is None else self.push_tensor(part) for part in _held(tensor)], owner
-        if tensor.numel() < LEAST_ELEMENTS or isinstance(tensor, Parameter) or getattr(tensor, "_stays", False):
+        if tensor.numel() < LEAST_ELEMENTS or getattr(tensor, "_stays", False):
             return tensor
         base, ready = tensor._base, getattr(tensor, "_ready", None) or _event(tensor)
         if base is not None and (getattr(tensor, "_by_base", False) or base.numel() == tensor.numel()):
