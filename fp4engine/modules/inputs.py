@@ -15,8 +15,9 @@ Input = TypeVar("Input", Tensor, Tensor | FusedInput)
 
 def cast_by_autocast(inp: Input) -> Input:
     """``inp`` in the dtype of ``torch.autocast``, if ``torch.autocast`` is on and casts tensors of this dtype."""
-    if torch.is_autocast_enabled(inp.device.type) and inp.dtype in _CAST_BY_AUTOCAST:
-        return inp.to(torch.get_autocast_dtype(inp.device.type))
+    kind = inp.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind) and inp.dtype in _CAST_BY_AUTOCAST:
+        return inp.to(torch.get_autocast_dtype(kind))
     return inp
 
 

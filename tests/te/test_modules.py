@@ -208,6 +208,13 @@ def test_reset_gives_memory_to_meta(name) -> None:
     forward(module, torch.randn(16, 32, device=next(module.parameters()).device))
 
 
+@pytest.mark.parametrize("name", MAKE)
+def test_on_meta_it_tells_the_shape_of_its_output(name) -> None:
+    """PyTorch has no autocast for meta, and was asked whether it is on."""
+    output = forward(MAKE[name](device="meta"), torch.empty(16, 32, device="meta"))
+    assert output.is_meta and output.shape == (16, 32 if name == "LayerNormMLP" else 48)
+
+
 def test_weights_are_drawn_from_the_tracker() -> None:
     tracker = te.CudaRNGStatesTracker()
     tracker.add("mine", 5)
