@@ -432,6 +432,14 @@ def test_a_quantizer_writes_into_what_reads_its_codes_alone(quantizer, mine, mes
     assert not tensor.dequantize().any() and tensor.get_usages() == mine(torch.zeros(32, 64)).get_usages()
 
 
+def test_what_is_no_tensor_is_not_written() -> None:
+    """A list had no attribute 'shape'."""
+    writes = [quantizer(torch.ones(16, 16)).quantize_ for quantizer in (per_tensor(), hybrid(), te.IdentityQuantizer())]
+    for write in (*writes, per_tensor()):
+        with pytest.raises(ValueError, match=r"Quantizer quantizes a tensor, got \[1\.0\]"):
+            write([1.0])
+
+
 def test_a_write_leaves_no_transpose_of_the_old_values() -> None:
     quantizer = per_tensor()
     quantizer.set_usage(columnwise=False)

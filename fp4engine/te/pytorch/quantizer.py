@@ -114,8 +114,7 @@ class Quantizer(Value):
         Raises:
             ValueError: ``tensor`` is none.
         """
-        if not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"{type(self).__name__} quantizes a tensor, got {shown(tensor)}")
+        self._require_tensor(tensor)
         if out is not None:
             return self.update_quantized(tensor, out)
         tensor = tensor.contiguous()
@@ -126,6 +125,10 @@ class Quantizer(Value):
         if torch.is_grad_enabled() and tensor.requires_grad and not self.internal:
             return StraightThrough.apply(tensor, quantized)
         return quantized(tensor)
+
+    def _require_tensor(self, given: Any) -> None:
+        if not isinstance(given, Tensor):
+            raise ValueError(f"{type(self).__name__} quantizes a tensor, got {shown(given)}")
 
     def __call__(self, tensor: Tensor) -> Any:
         return self.quantize(tensor)
@@ -202,10 +205,11 @@ class Quantizer(Value):
         """Accept what ``src`` can be quantized into.
 
         Raises:
-            ValueError: ``dst`` is no tensor of the kind that this quantizer makes, has another shape, or reads codes
-                of other casts.
+            ValueError: ``src`` is no tensor; or ``dst`` is none of the kind that this quantizer makes, has another
+                shape, or reads codes of other casts.
             RuntimeError: it is a part of another one, whose scales it shares.
         """
+        self._require_tensor(src)
         made = getattr(self, "tensor_class", QuantizedTensorStorage)
         if not isinstance(dst, kind_of(made)):
             raise ValueError(f"{type(self).__name__} writes into a {made.__name__}, got {type(dst).__name__}")

@@ -129,6 +129,7 @@ class IdentityQuantizer(Quantizer):
 
     def update_quantized(self, src: Tensor, dst: Any, *, noop_flag: Tensor | None = None) -> Any:
         """As :meth:`Quantizer.update_quantized`; a tensor of another dtype takes this quantizer's, if that has one."""
+        self._require_tensor(src)
         stored: Tensor | None = getattr(dst, "_hp_data", None)
         if self.dtype is None and stored is not None:
             src = decoded(src.detach()).to(stored.dtype)  # into the memory that views share
