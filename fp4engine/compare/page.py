@@ -236,7 +236,8 @@ def _gradients(arms: Sequence[Arm]) -> dict[str, Any] | None:
     curves: dict[str, list[tuple[int, float]]] = {}
     ends: dict[str, list[dict[str, Any]]] = {}
     for arm in arms:
-        rows = [row for run in arm.runs.values() for row in run.rows if row["kind"] == "gradient" and row["ratio"]]
+        rows = [row for run in arm.runs.values() for row in run.rows if row["kind"] == "gradient" and row.get("ratio")]
+        rows = [row for row in rows if {"parameter", "noise", "bias"} <= row.keys()]  # others are of somebody's script
         whole = [(row["step"], row["ratio"]) for row in rows if not row["parameter"]]
         if whole:
             curves[arm.label] = sorted(whole)

@@ -10,7 +10,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp4engine.arguments import require_integer, require_path, shown
+from fp4engine.arguments import is_number, require_integer, require_path, shown
 from fp4engine.compare.files import InputError, read_rows
 from fp4engine.files import sync, write_atomically
-from fp4engine.inspect.reading import append, stamp
+from fp4engine.inspect.reading import append, are, is_count, is_text, stamp
 from fp4engine.recipe import LinearRecipe, Recipe, recipe_from_argument
 from fp4engine.recipe.base import require_recipe
 from fp4engine.recipe.identity import digest, identity
@@ -42,8 +42,21 @@ OWN = {
     "setting": frozenset[str](),
     "facts": frozenset(("kind", "format", "label", "key", "seed", "setting", "recipe", "extra", "recipe_json")),
     "extra": frozenset(("setting", "recipe", "seed")),
+    "what is noted": frozenset(("step", "loss", "validation_loss")),
+    "what a run finishes with": frozenset(("kind", "steps", "status", "diverged_at")),
 }
 """Names that a recorder gives meaning to, which dicts of a caller's own must not have."""
+
+READ: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("parameters", "tokens_per_step", "steps"), (is_count, "an integer of at least 0")),
+    **dict.fromkeys(("unit", "device"), (is_text, "a string")),
+    "uncounted": (are(is_text), "a list of strings"),
+    **dict.fromkeys(
+        ("fp4_share", "tokens_per_second", "peak_memory"),
+        (lambda value: value is None or is_number(value), "a number or None"),
+    ),
+}
+"""What a table or a page reads of the first and the last line of a run, and what it may be."""
 
 ROWS_AT_ONCE = 32
 SECONDS_AT_ONCE = 5.0
@@ -143,8 +156,9 @@ class Recorder:
         for name, value in given.items():
             if not isinstance(value, Mapping) or not _is_plain(value):
                 raise ValueError(f"{name} must be a dict of plain JSON values, got {shown(value)}")
-            if taken := sorted(OWN[name] & value.keys()):
-                raise ValueError(f"{name} must leave {taken[0]!r} to the recorder, which says it of every run")
+            _require_own(name, value)
+        if fault := fault_of(given["facts"]):
+            raise ValueError(f"facts: {fault}")
         if label is not None and not isinstance(label, str):
             raise ValueError(f"label must be a string or None, got {shown(label)}")
         if tokens_per_step is not None:
@@ -226,8 +240,16 @@ class Recorder:
         self.flush()
 
     def note(self, kind: str, **values: Any) -> None:
-        """Note something else of the step that is under way, as a row of a kind."""
+        """Note something else of the step that is under way, as a row of a kind.
+
+        Raises:
+            ValueError: no plain JSON values, or names that the recorder gives meaning to.
+            InputError: the run has been finished.
+        """
         self._require_unfinished()
+        if not _is_plain(values, allow_nan=True):
+            raise ValueError(f"what is noted must be plain JSON values, got {shown(values)}")
+        _require_own("what is noted", values)
         self._pending.append({"kind": kind, "step": self.steps + 1, **values})
 
     def flush(self) -> None:
@@ -256,11 +278,18 @@ class Recorder:
         """End the run: its file is then whole, with ``facts`` in its last line.
 
         Raises:
+            ValueError: ``facts`` are no plain JSON values, or something else than a table can show.
             InputError: no loss was noted, or another recorder makes the run too.
+            OSError: the disk is full, for instance; it can be called again.
         """
+        if not _is_plain(facts, allow_nan=True):
+            raise ValueError(f"what a run finishes with must be plain JSON values, got {shown(facts)}")
+        _require_own("what a run finishes with", facts)
+        if fault := fault_of(facts):
+            raise ValueError(f"what a run finishes with: {fault}")
         self.flush()
-        is_done, self._is_finished = self._is_finished, True
-        if is_done or not self._writes:
+        if self._is_finished or not self._writes:
+            self._is_finished = True
             return
         self._append([])
         header, *rows = read_rows(self.part)
@@ -276,6 +305,7 @@ class Recorder:
         seconds = {"seconds": round(time.perf_counter() - self._begun, 2)}
         content = [header, *thinned(losses), *rest, end | seconds | facts]
         write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in content))
+        self._is_finished = True
         self.part.unlink()
 
     def _require_unfinished(self) -> None:
@@ -347,9 +377,23 @@ def _mean(values: list[float | None]) -> float | None:
     return sum(numbers) / len(numbers) if len(numbers) == len(values) else None
 
 
-def _is_plain(value: Any) -> bool:
+def _require_own(name: str, value: Mapping[str, Any]) -> None:
+    """Raise a ValueError if the dict ``value``, called ``name``, has a name of :data:`OWN`."""
+    if taken := sorted(OWN[name] & value.keys()):
+        raise ValueError(f"{name} must leave {taken[0]!r} to the recorder, which says it of every run")
+
+
+def fault_of(facts: Mapping[str, Any]) -> str:
+    """What a table or a page could not show of ``facts``; empty if it can show all."""
+    for name, (fits, words) in READ.items():
+        if name in facts and not fits(facts[name]):
+            return f"{name} must be {words}, got {shown(facts[name])}"
+    return ""
+
+
+def _is_plain(value: Any, allow_nan: bool = False) -> bool:
     try:
-        json.dumps(value, allow_nan=False)
+        json.dumps(value, allow_nan=allow_nan)
     except (TypeError, ValueError):
         return False
     return True

@@ -10,7 +10,7 @@ from typing import Any
 
 from fp4engine.arguments import is_number
 from fp4engine.compare.files import InputError, read_rows
-from fp4engine.compare.recorder import HIGH_PRECISION
+from fp4engine.compare.recorder import HIGH_PRECISION, fault_of
 from fp4engine.recipe import Recipe
 from fp4engine.recipe.base import recipe_from_data
 from fp4engine.recipe.identity import digest, identity
@@ -127,6 +127,8 @@ def read(path: Path) -> Result:
     end = rows.pop() if rows and rows[-1].get("kind") == "end" else None
     if end is None:
         raise InputError(f"{path} is damaged: it does not end with a line that says how the run ended; move it away")
+    if fault := fault_of(header) or fault_of(end):
+        raise InputError(f"{path} is damaged: {fault}; move it away, or mend that line")
     losses, validation = _series(path, rows, "loss"), _series(path, rows, "validation_loss")
     if not (losses or validation):
         raise InputError(f"{path} is damaged: it has no loss; move it away")

@@ -17,7 +17,7 @@ FILE = "record.jsonl"
 Form = Callable[[Any], bool]
 
 
-def _is_text(value: Any) -> bool:
+def is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
@@ -30,7 +30,7 @@ def _is_cast(value: Any) -> bool:
     return isinstance(value, str) and element_of(value) is not None
 
 
-def _is_count(value: Any) -> bool:
+def is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
 
 
@@ -41,7 +41,7 @@ def _is_number(value: Any) -> bool:
     return value is None or (isinstance(value, float) and math.isfinite(value))
 
 
-def _are(form: Form) -> Form:
+def are(form: Form) -> Form:
     return lambda value: isinstance(value, list) and all(map(form, value))
 
 
@@ -55,10 +55,10 @@ def _are_each(*forms: Form) -> Form:
 
 
 def _is_histogram(value: Any) -> bool:
-    return isinstance(value, dict) and all(code.isdecimal() and _is_count(times) for code, times in value.items())
+    return isinstance(value, dict) and all(code.isdecimal() and is_count(times) for code, times in value.items())
 
 
-_OPERAND: dict[str, Form] = dict.fromkeys(("layer", "gemm", "role", "side"), _is_text)
+_OPERAND: dict[str, Form] = dict.fromkeys(("layer", "gemm", "role", "side"), is_text)
 _SHARES = ("zeros", "rounded_to_zero", "saturated", "scale_underflow", "scale_overflow")
 _NUMBERS = ("amax", "sqnr_db", *_SHARES, "scale_spread_octaves", "scale_range_octaves")
 
@@ -66,28 +66,28 @@ _NUMBERS = ("amax", "sqnr_db", *_SHARES, "scale_spread_octaves", "scale_range_oc
 def _are_roles(value: Any) -> bool:
     return isinstance(value, dict) and all(
         isinstance(role, dict)
-        and _is_text(role.get("module_type"))
-        and _is_text(role.get("name"))
-        and _are_each(_is_count, _is_count)(role.get("shape"))
+        and is_text(role.get("module_type"))
+        and is_text(role.get("name"))
+        and _are_each(is_count, is_count)(role.get("shape"))
         for role in value.values()
     )
 
 
 FIELDS: dict[str, dict[str, Form]] = {
-    "run": {"every": _is_count, "world_size": _is_count},
-    "tensor": {"layer": _is_text, "role": _is_text, "channels": _are(_are_each(_is_count, _is_number))},
+    "run": {"every": is_count, "world_size": is_count},
+    "tensor": {"layer": is_text, "role": is_text, "channels": are(_are_each(is_count, _is_number))},
     "operand": {
         **_OPERAND,
         **dict.fromkeys(_NUMBERS, _is_number),
         "cast": _is_cast,
-        "nonfinite": _is_count,
-        "codes": _are(_is_count),
+        "nonfinite": is_count,
+        "codes": are(is_count),
         "scale_codes": _is_histogram,
-        "worst": _are(_are_each(_is_count, _is_count, _is_number, _is_number, _is_count)),
+        "worst": are(_are_each(is_count, is_count, _is_number, _is_number, is_count)),
     },
-    "gemm": {"layer": _is_text, "gemm": _is_text, "snr_db": _is_number},
+    "gemm": {"layer": is_text, "gemm": is_text, "snr_db": _is_number},
     "rounding": {**_OPERAND, "bias": _is_number},
-    "refusal": {"layer": _is_text, "reason": _is_text},
+    "refusal": {"layer": is_text, "reason": is_text},
 }
 """``kind of row -> field -> check of its value``. Rows may have other fields, which are not read here."""
 
@@ -168,7 +168,7 @@ def read(path: str | Path) -> list[dict[str, Any]]:
 
 def fault_of(row: Any) -> str:
     """Why ``row`` is no row of a record; empty if it is one."""
-    if not isinstance(row, dict) or not _is_count(row.get("step")) or not _is_text(row.get("kind")):
+    if not isinstance(row, dict) or not is_count(row.get("step")) or not is_text(row.get("kind")):
         return "it needs a step and a kind"
     fields = FIELDS.get(row["kind"])
     if fields is None:

@@ -249,6 +249,7 @@ def test_a_run_that_diverges_is_the_page_and_not_its_end(folder: Path, capsys) -
     for recipe, loss in ((None, 1.0), ("nvfp4", float("nan")), ("nvfp4_4over6", 1.001)):
         for seed in range(3):
             with Recorder("theirs", recipe=recipe, seed=seed) as run:
+                run.note("gradient", norm=1.0, ratio=2.0)  # as a script may call what it notes
                 run.step(3.0)
                 run.validation(loss + 0.001 * seed)
     assert compare("--runs=theirs") == 3

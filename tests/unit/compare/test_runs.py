@@ -1,6 +1,7 @@
 """Runs: what they are known by, that pairs are pairs, that a run that was stopped ends as one that was not."""
 
 import dataclasses
+import errno
 import json
 import math
 import random
@@ -338,6 +339,8 @@ def test_a_recipe_of_functions_is_known_by_their_source(tmp_path) -> None:
         ({"label": 3}, "label must be a string or None, got 3"),
         ({"tokens_per_step": "x"}, "tokens_per_step must be an integer of at least 1, got 'x'"),
         ({"facts": {"seed": 5}}, "facts must leave 'seed' to the recorder"),
+        ({"facts": {"parameters": "7B"}}, "facts: parameters must be an integer of at least 0, got '7B'"),
+        ({"facts": {"device": 0}}, "facts: device must be a string, got 0"),
         ({"extra": {"recipe": "mine"}}, "extra must leave 'recipe' to the recorder"),
     ],
 )
@@ -372,6 +375,45 @@ def test_a_recorder_takes_steps_that_rise_and_losses_of_one_number(tmp_path) -> 
     result = read(run.path)
     assert (result.losses, result.validation) == (((5, 3.0),), ((0, 4.0), (5, 1.5)))
     assert [row["value"] for row in result.rows] == [1]
+
+
+def test_what_a_table_cannot_show_is_refused_and_the_run_goes_on(tmp_path) -> None:
+    """A tensor that was noted was a TypeError many steps later; one at the end left a run that nothing could finish."""
+    run = Recorder(tmp_path)
+    run.step(2.0)
+    for values, said in (({"of": torch.ones(1)}, "be plain JSON values"), ({"loss": 1.0}, "leave 'loss' to the")):
+        with pytest.raises(ValueError, match=f"what is noted must .*{said}"):
+            run.note("mine", **values)
+    for facts, said in (
+        ({"loss": torch.ones(1)}, "must be plain JSON values"),
+        ({"status": "fine"}, "must leave 'status' to the recorder"),
+        ({"peak_memory": "3 GiB"}, "peak_memory must be a number or None, got '3 GiB'"),
+    ):
+        with pytest.raises(ValueError, match=f"what a run finishes with:? {said}"):
+            run.finish(**facts)
+    run.note("mine", nothing=math.nan)
+    run.finish(peak_memory=3)
+    assert read(run.path).end["peak_memory"] == 3
+    written = run.path.read_text()
+    run.path.write_text(written.replace('"peak_memory": 3', '"peak_memory": "much"'))
+    with pytest.raises(InputError, match="is damaged: peak_memory must be a number or None, got 'much'; move it away"):
+        read(run.path)
+
+
+def test_a_run_that_could_not_be_written_can_be_finished_later(tmp_path, monkeypatch) -> None:
+    """The second call did nothing, and said nothing."""
+    run = Recorder(tmp_path)
+    run.step(2.0)
+
+    def full(path: Path, content: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        with pytest.raises(OSError, match="No space left on device"):
+            run.finish()
+    run.finish()
+    assert read(run.path).losses == ((1, 2.0),) and not run.part.exists()
 
 
 def test_a_recorder_goes_on_where_its_run_does(tmp_path) -> None:
