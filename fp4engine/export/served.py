@@ -443,7 +443,8 @@ def _dependence(model: nn.Module, recipe: Recipe | None, batch: Any) -> dict[str
     if half:
         found["later tokens"] = float((scores(tokens[:, :half]) - whole[:, :half]).abs().max())
         with nullcontext() if recipe is None else autocast(recipe=recipe):
-            cache = model(input_ids=tokens[:, :half], use_cache=True).past_key_values
+            output = model(input_ids=tokens[:, :half], use_cache=True)
+        cache = getattr(output, "past_key_values", None)  # a state-space model keeps a state under another name
         if cache is not None:
             rest = scores(tokens[:, half:], past_key_values=cache)
             found["the cache of keys and values"] = float((rest - whole[:, half:]).abs().max())

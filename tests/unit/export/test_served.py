@@ -12,7 +12,7 @@ from fp4engine.cli import main
 from fp4engine.export import CheckpointError, calibrate, compare_served, export_checkpoint
 from fp4engine.formats import E2M1, CastSpec, Correction, Outer, RoundingMode, mx
 from fp4engine.recipe import Casts, LinearRecipe, NVFP4BlockScaling, Rule, RuledRecipe, zoo
-from tests.tiny import converted, llama, served_architecture, tokens
+from tests.tiny import VOCABULARY, converted, llama, served_architecture, tokens, transformers
 
 pytest.importorskip("compressed_tensors", reason="needs the extra `export`")
 
@@ -49,6 +49,15 @@ def test_what_is_served_is_what_trained_where_inputs_have_the_same_scales(model,
     assert all(difference > 1e-3 for difference in trained.values())
     assert all(difference < 1e-6 for difference in server.values())
     assert "all 28 operands have the same codes" in str(found) and "96 positions: KL" in str(found)
+
+
+def test_a_state_space_model_has_no_cache_of_keys_and_values(tmp_path) -> None:
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 1, "num_heads": 4, "head_dim": 16}
+    config = transformers.Mamba2Config(**sizes, n_groups=1, state_size=16, chunk_size=8)
+    model = converted(transformers.Mamba2ForCausalLM(config), NVFP4BlockScaling())
+    export_checkpoint(model, tmp_path / "out", inputs=calibrate(model, [tokens()], progress=False))
+    found = compare_served(model, tmp_path / "out", [tokens()], progress=False)
+    assert set(found.dependence["trained"]) == {"the rest of the batch", "later tokens"}
 
 
 def test_the_first_operand_and_block_that_differ_are_named(model, served) -> None:
