@@ -432,6 +432,23 @@ def test_a_quantizer_writes_into_what_reads_its_codes_alone(quantizer, mine, mes
     assert not tensor.dequantize().any() and tensor.get_usages() == mine(torch.zeros(32, 64)).get_usages()
 
 
+def test_a_module_that_moves_keeps_what_was_set_on_its_weight() -> None:
+    """It was kept by .to(dtype) alone, as torch.nn.Linear keeps it everywhere."""
+    moves = (lambda m: m._apply(torch.clone), lambda m: m.share_memory(), lambda m: m.to_empty(device="cpu"))
+    for move in (*moves, lambda m: m.to("meta"), lambda m: m.to(torch.bfloat16), copy.deepcopy):
+        with te.quantized_model_init(recipe=recipes.MXFP8BlockScaling(), preserve_high_precision_init_val=True):
+            layer = te.Linear(64, 64, device="cpu")
+        initial = layer.weight.get_high_precision_init_val()
+        layer.weight.main_grad, layer.weight.is_ours = torch.zeros(64, 64), True
+        weight = move(layer).weight
+        assert weight.is_ours and weight.main_grad.shape == (64, 64)
+        assert torch.equal(weight.get_high_precision_init_val(), initial)
+    part = ALL["MXFP8"](torch.randn(64, 256))[:32]
+    part.is_ours = [1]
+    copied = copy.deepcopy(part)
+    assert copied.is_ours == [1] and copied.is_ours is not part.is_ours and not copied.zero_().dequantize().any()
+
+
 def test_what_is_no_tensor_is_not_written() -> None:
     """A list had no attribute 'shape'."""
     writes = [quantizer(torch.ones(16, 16)).quantize_ for quantizer in (per_tensor(), hybrid(), te.IdentityQuantizer())]

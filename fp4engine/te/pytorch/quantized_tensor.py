@@ -183,8 +183,15 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: igno
         return f"{type(self).__name__}({list(self.shape)}, {self.dtype}, {', '.join(labels)})"
 
     def _like(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> Any:
-        """The same tensor with its tensors changed."""
-        return self._sharing_if_same(type(self)(self.shape, self.dtype, **self._with_tensors(change)))
+        """The same tensor with its tensors changed; attributes that someone set come along, as modules convert it."""
+        same = type(self)(self.shape, self.dtype, **self._with_tensors(change))
+        return self._sharing_if_same(self._marking(same))
+
+    def _marking(self, other: Any) -> Any:
+        """``other`` with what someone has set on this tensor, such as ``main_grad``."""
+        marks = {name: value for name, value in vars(self).items() if name not in ("_is_param", "_is_part", "_shard")}
+        vars(other).update(marks | vars(other))
+        return other
 
     @property
     def quantizer(self) -> FrozenQuantizer:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -331,8 +338,9 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: igno
                 moved = first._like(lambda tensor: tensor.to(device, non_blocking=kwargs.get("non_blocking", False)))
                 return moved._like(torch.Tensor.pin_memory) if kwargs.get("pin_memory") else moved
             if func in NEW:
-                shape = first.shape if func is aten.empty_like.default else args[1]
-                return first._empty(shape, **kwargs)
+                if func is aten.empty_like.default:
+                    return first._marking(first._empty(first.shape, **kwargs))
+                return first._empty(args[1], **kwargs)
             if func is aten.record_stream.default:
                 first._like(lambda tensor: func(tensor, *args[1:]) or tensor)
                 return None
@@ -416,7 +424,7 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: igno
                 if source is not None:  # PyTorch copies that it is remembered too, but of which version
                     remember(getattr(copied, name), deepcopy(source, memo))
             return copied
-        copied = self.detach().clone()
+        copied = deepcopy(self.detach().clone(), memo)
         if isinstance(self, torch.nn.Parameter):
             return torch.nn.Parameter(copied, self.requires_grad)
         return copied.requires_grad_(self.requires_grad)
