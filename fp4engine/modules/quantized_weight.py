@@ -12,6 +12,7 @@ from fp4engine.formats import CastSpec
 from fp4engine.functional import LinearPlan, WeightCache
 from fp4engine.functional.weight_cache import Make, Operands
 from fp4engine.ops import SquareOperand, TiledOperand
+from fp4engine.ops.operand import for_pickles, from_pickle
 from fp4engine.private import disabled_torch_function
 from fp4engine.quantizers import Quantizer
 from fp4engine.tensor import Operand, is_transposable
@@ -311,7 +312,7 @@ class QuantizedWeight(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         is_parameter = isinstance(self, torch.nn.Parameter)
         described = (*self.description(), tuple(self.shape), self.dtype)
-        kept = (self.tensors(), self.transposed, self.is_frozen)
+        kept = (tuple(map(for_pickles, self.tensors())), self.transposed, self.is_frozen)
         return _rebuild, (*described, is_parameter, self.requires_grad, *kept)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
@@ -526,17 +527,20 @@ def _rebuild(
     dtype: torch.dtype,
     is_parameter: bool,
     requires_grad: bool,
-    tensors: tuple[Tensor, ...],
+    tensors: tuple[Any, ...],
     transposed: bool = False,
     is_frozen: bool = False,
 ) -> Tensor:
     """Inverse of :meth:`QuantizedWeight.__reduce_ex__`, and the only function that pickled weights refer to.
+
+    Earlier files have the tensors themselves.
 
     Raises:
         ValueError: a weight of this shape and these casts has tensors of other shapes or dtypes.
     """
     columnwise_spec = None if columnwise is None else CastSpec.from_key(columnwise)
     quantizer = Quantizer(CastSpec.from_key(rowwise), columnwise_spec, columnwise_source, stream, backend)
+    tensors = tuple(item if isinstance(item, Tensor) else from_pickle(item) for item in tensors)
     require_stored(tensors, shape, dtype, quantizer, transposed)
     weight = QuantizedWeight(quantizer, shape, dtype, tensors, transposed)
     weight.is_frozen = is_frozen

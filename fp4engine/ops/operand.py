@@ -37,9 +37,8 @@ class Operand(NamedTuple):
         return f"Operand([{self.rows}, {self.cols}], {label!r}{form}, device={str(self.data.device)!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For pickles. PyTorch cannot unpickle tensors of some dtypes of one byte, such as E4M3: all go as uint8."""
         tensors = (self.data, self.scale_inv, self.amax)
-        return _unpickled, (self.spec, self.rows, self.cols, *[_for_pickles(tensor) for tensor in tensors])
+        return _unpickled, (self.spec, self.rows, self.cols, *map(for_pickles, tensors))
 
     @classmethod
     def dense(cls, matrix: Tensor) -> "Operand":
@@ -162,14 +161,24 @@ def is_transposable(spec: CastSpec) -> bool:
     )
 
 
-def _for_pickles(tensor: Tensor | None) -> tuple[Tensor, torch.dtype] | None:
+Pickled = tuple[Tensor, torch.dtype] | None
+"""A tensor that is to be pickled, and its dtype: PyTorch cannot unpickle some of one byte, such as E4M3."""
+
+
+def for_pickles(tensor: Tensor | None) -> Pickled:
+    """``tensor`` for a pickle, those of one byte as uint8."""
     if tensor is None:
         return None
     return (tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor), tensor.dtype
 
 
-def _unpickled(spec: CastSpec | None, rows: int, cols: int, *tensors: tuple[Tensor, torch.dtype] | None) -> Operand:
-    """An operand of what :func:`_for_pickles` made of its tensors."""
-    data, *rest = [None if item is None else item[0].view(item[1]) for item in tensors]
+def from_pickle(pickled: Pickled) -> Tensor | None:
+    """Inverse of :func:`for_pickles`."""
+    return None if pickled is None else pickled[0].view(pickled[1])
+
+
+def _unpickled(spec: CastSpec | None, rows: int, cols: int, *tensors: Pickled) -> Operand:
+    """An operand of what :func:`for_pickles` made of its tensors."""
+    data, *rest = map(from_pickle, tensors)
     assert data is not None
     return Operand(spec, rows, cols, data, *rest)

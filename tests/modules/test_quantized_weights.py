@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 from functools import partial
 
 import pytest
@@ -189,6 +190,21 @@ def test_a_layer_by_itself_is_stored():
         expected = layer(x)
         assert fp4engine.quantize_weights(layer).quantized == ("weight",)
         assert torch.equal(layer(x), expected)
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "fp8_current"])
+def test_stored_weights_are_pickled(recipe):
+    """PyTorch does not unpickle E4M3 and E8M0, in which block scales are; torch.save wrote them all the same."""
+    with fp4engine.quantized_model_init(recipe=zoo.make(recipe)):
+        layer = fp4engine.Linear(32, 16)
+    again, file = pickle.loads(pickle.dumps(layer)), io.BytesIO()
+    rebuild, arguments = layer.weight.__reduce_ex__(4)
+    earlier = rebuild(*arguments[:9], layer.weight.tensors(), *arguments[10:])
+    torch.save(layer.state_dict(), file)
+    file.seek(0)
+    for weight in (again.weight, earlier, torch.load(file, weights_only=True)["weight"]):
+        for mine, theirs in zip(weight.tensors(), layer.weight.tensors(), strict=True):
+            assert mine.dtype == theirs.dtype and torch.equal(mine.float(), theirs.float())
 
 
 def test_frozen_weights_are_frozen_when_they_are_unpickled():
