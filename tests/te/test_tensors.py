@@ -449,6 +449,16 @@ def test_a_module_that_moves_keeps_what_was_set_on_its_weight() -> None:
     assert copied.is_ours == [1] and copied.is_ours is not part.is_ours and not copied.zero_().dequantize().any()
 
 
+@pytest.mark.parametrize("name", [*ALL, "hybrid"])
+def test_what_is_stored_is_shared_and_counted(name: str) -> None:
+    """What products read was, which is made anew; of hybrid tensors nothing was moved."""
+    tensor = (hybrid() if name == "hybrid" else ALL[name])(torch.randn(128, 256))
+    parts = tensor._stored() if name == "hybrid" else [tensor]
+    stored = [each for part in parts for each in part._tensors().values() if each is not None]
+    assert tensor.nbytes == sum(each.nbytes for each in stored) and not tensor.is_shared()
+    assert tensor.share_memory_().is_shared() and all(each.is_shared() for each in stored)
+
+
 def test_what_is_no_tensor_is_not_written() -> None:
     """A list had no attribute 'shape'."""
     writes = [quantizer(torch.ones(16, 16)).quantize_ for quantizer in (per_tensor(), hybrid(), te.IdentityQuantizer())]

@@ -210,6 +210,10 @@ class QuantizedTensorStorage:
         self._drop_old()
         return {name: getattr(self, name) for name in self._TENSORS}
 
+    def _held(self) -> list[Tensor]:
+        """The plain tensors that are stored."""
+        return [tensor for tensor in self._tensors().values() if tensor is not None]
+
     def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:
         """The values, without autograd."""
         return self.values_in(dtype or self._dtype)

@@ -232,11 +232,19 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: igno
         sides = (given.rowwise, given.columnwise)
         return tuple(tensor for side in sides if side is not None for tensor in side.tensors if tensor is not None)
 
+    @property
+    def nbytes(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Bytes of what is stored."""
+        return sum(tensor.nbytes for tensor in self._held())
+
+    def is_shared(self) -> bool:
+        """Whether what is stored lies in shared memory."""
+        return all(tensor.is_shared() for tensor in self._held())
+
     def share_memory_(self) -> Any:
         """Move what is stored to shared memory."""
-        for tensor in self._tensors().values():
-            if tensor is not None:
-                tensor.share_memory_()
+        for tensor in self._held():
+            tensor.share_memory_()
         return self
 
     def _values(self) -> Tensor:

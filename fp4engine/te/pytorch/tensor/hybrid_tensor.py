@@ -54,6 +54,9 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
     def _stored(self) -> list[Any]:
         return list(self._parts().values())
 
+    def _held(self) -> list[Tensor]:
+        return [tensor for part in self._stored() for tensor in part._held()]
+
     def has(self, side: str) -> bool:
         return side in self._parts()
 
