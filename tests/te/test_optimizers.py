@@ -11,6 +11,7 @@ from fp4engine.te.common.recipe import NVFP4BlockScaling
 from fp4engine.te.pytorch import Linear, quantized_model_init
 from fp4engine.te.pytorch.optimizers import (
     FusedAdam,
+    FusedSGD,
     multi_tensor_applier,
     multi_tensor_l2norm,
     multi_tensor_scale,
@@ -168,6 +169,36 @@ def test_a_state_of_transformer_engines_goes_on() -> None:
     saved = both.state_dict() | {"state": {0: {**state, "step": 3}, 1: {**state, "step": 4}}}
     with pytest.raises(ValueError, match=r"one number of steps, got steps \[3, 4\]"):
         both.load_state_dict(saved)
+
+
+def test_sgd_goes_on_with_a_state_of_transformer_engines() -> None:
+    """Its groups lack options of PyTorch's own, without which a step was a KeyError: 'fused'."""
+    params, again = ([torch.nn.Parameter(torch.ones(4))] for _ in range(2))
+    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
+    optimizer, resumed = FusedSGD(params, **options), FusedSGD(again, set_grad_none=False, **options)
+    steps(optimizer, params)
+    saved = copy.deepcopy(optimizer.state_dict())
+    kept = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "params")
+    saved["param_groups"] = [{key: saved["param_groups"][0][key] for key in kept}]
+    resumed.load_state_dict(saved)
+    again, resumed = pickle.loads(pickle.dumps((again, resumed)))
+    with torch.no_grad():
+        again[0].copy_(params[0])
+    steps(optimizer, params)
+    steps(resumed, again)
+    assert torch.equal(*params, *again)
+    resumed.zero_grad()
+    assert not again[0].grad.any()
+
+
+def test_a_state_that_is_none_is_not_there() -> None:
+    params = [torch.nn.Parameter(torch.ones(4))]
+    optimizer, other = FusedAdam(params), FusedAdam(params)
+    steps(optimizer, params)
+    saved = optimizer.state_dict()
+    saved["state"][0]["master_param"] = None
+    other.load_state_dict(saved)
+    assert "master_param" not in other.state[params[0]]
 
 
 def test_groups_may_do_without_bias_correction() -> None:

@@ -134,6 +134,9 @@ class FusedAdam(ZeroGrad, torch.optim.Adam):
         self.capturable = self._step_supports_amp_scaling = capturable
         self._to_none = True if set_grad_none is None else set_grad_none
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        torch.optim.Optimizer.__setstate__(self, state)  # Adam's expects each parameter to count its steps
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As ``torch.optim.Optimizer.add_param_group``; a group may set ``bias_correction`` for itself."""
         super().add_param_group(param_group)
@@ -328,14 +331,16 @@ class FusedAdam(ZeroGrad, torch.optim.Adam):
         """As PyTorch's, which would cast states to the parameters' dtype; here they are stored as the constructor said.
 
         A state of PyTorch's counts steps by parameter, and does not say ``bias_correction``. An option
-        that a group leaves out keeps its value.
+        that a group leaves out keeps its value. A state that is None is not there, as in TransformerEngine.
 
         Raises:
             ValueError: moments without a number of steps, or of parameters whose numbers differ; or of another shape
                 than their parameter; or what is no state of Adam; or master weights, or remainders of them, and this
                 optimizer has none.
         """
-        if not self.master_weights and any("master_param" in state for state in state_dict["state"].values()):
+        given = state_dict["state"].items()
+        states = {name: {key: value for key, value in of.items() if value is not None} for name, of in given}
+        if not self.master_weights and any("master_param" in state for state in states.values()):
             raise ValueError(
                 "state_dict has master weights ('master_param'), and FusedAdam(master_weights=False) trains the "
                 "parameters themselves; give it master_weights=True, or leave 'master_param' out"
@@ -343,7 +348,6 @@ class FusedAdam(ZeroGrad, torch.optim.Adam):
         own = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
         theirs = state_dict["param_groups"]
         groups = [{**mine, **group} for mine, group in zip(own, theirs, strict=False)] + theirs[len(own) :]
-        states = {name: dict(state) for name, state in state_dict["state"].items()}
         for mine, group in zip(theirs, groups, strict=True):
             counts = {int(states[name].pop("step")) for name in group["params"] if "step" in states.get(name, {})}
             counts |= {int(mine["step"])} if "step" in mine else set()

@@ -17,9 +17,6 @@ class ZeroGrad(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), **{name: getattr(self, name) for name in self.TOLD}}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        torch.optim.Optimizer.__setstate__(self, state)  # subclasses expect each parameter to count its steps
-
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Drop gradients, or fill them with zeros if ``set_grad_none`` or ``set_to_none`` is False."""
         super().zero_grad(self._to_none if set_to_none is None else set_to_none)
