@@ -73,7 +73,7 @@ def alone_in(folder: Path, otherwise: str) -> Generator[None]:
         otherwise: what else the user can do, such as ``"give another --out"``.
 
     Raises:
-        InputError: another process is in the folder, or it cannot be made or written to.
+        InputError: another process is in the folder, or it cannot be made, written to or locked.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -88,6 +88,8 @@ def alone_in(folder: Path, otherwise: str) -> Generator[None]:
             raise InputError(
                 f"{folder} is in use by another process (number {owner}); wait until it ends, or {otherwise}"
             ) from error
+        except OSError as error:  # of file systems without locks, such as Lustre where it is mounted so
+            raise InputError(f"{folder} cannot be locked ({error.strerror}); {otherwise}") from error
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         yield

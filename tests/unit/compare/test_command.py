@@ -1,6 +1,8 @@
 """The command: its page, its exit codes, what it refuses, and that nothing that kills it is seen in the end."""
 
 import argparse
+import errno
+import fcntl
 import json
 import os
 import re
@@ -491,6 +493,15 @@ def test_two_commands_do_not_share_a_folder(folder: Path, capsys) -> None:
             assert "out is in use by another process (number " in said and "or give another --out" in said
         assert not (folder / "out" / "page.html").exists()
         assert compare("--runs=out", "--out=elsewhere") == 4
+
+
+def test_a_folder_that_takes_no_locks_is_named(folder: Path, capsys, monkeypatch) -> None:
+    def without_locks(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", without_locks)
+    said = refused(capsys, *QUICK, "--out=out")
+    assert said.endswith("out cannot be locked (Function not implemented); give another --out\n")
 
 
 @pytest.fixture
