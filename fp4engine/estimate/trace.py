@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import multi_head_attention_forward, pad, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -170,6 +171,19 @@ class _FusedRMSNorm(torch.autograd.Function):
         return grads[0] + x, None if weight is None else torch.empty_like(weight)
 
 
+def _fused_attention(query: Tensor, key: Tensor, value: Tensor, *more: Any, **options: Any) -> Tensor:
+    """Scaled dot-product attention that keeps no scores: on CUDA neither a dropout nor a width of values needs them."""
+    names = ("attn_mask", "dropout_p", "is_causal")
+    given: dict[str, Any] = dict(zip(names, more, strict=False)) | options
+    given["dropout_p"] = 0.0  # its mask is drawn anew in the backward pass
+    width = value.shape[-1]
+    if (more_of := query.shape[-1] - width) > 0:
+        value = pad(value, (0, more_of))
+    elif more_of:
+        query, key = (pad(tensor, (0, -more_of)) for tensor in (query, key))
+    return scaled_dot_product_attention(query, key, value, **given)[..., :width]
+
+
 class AsOnCuda(TorchFunctionMode):
     """Takes a fused operator where CUDA tensors have one and PyTorch decomposes it on other devices."""
 
@@ -181,4 +195,8 @@ class AsOnCuda(TorchFunctionMode):
             x, weight = given["input"], given.get("weight")
             if weight is None or weight.dtype == x.dtype:
                 return _FusedRMSNorm.apply(x, weight)
+        if func is scaled_dot_product_attention:
+            return _fused_attention(*args, **kwargs)
+        if func is multi_head_attention_forward and not kwargs.get("need_weights", True):
+            kwargs = kwargs | {"training": False}  # no dropout, as above: this mode does not see what it calls
         return func(*args, **kwargs)
