@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import multi_head_attention_forward, pad, scaled_dot_product_attention
+from torch.nn.functional import dropout, multi_head_attention_forward, pad, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -195,6 +195,11 @@ class AsOnCuda(TorchFunctionMode):
             x, weight = given["input"], given.get("weight")
             if weight is None or weight.dtype == x.dtype:
                 return _FusedRMSNorm.apply(x, weight)
+        if func is dropout:
+            given = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | kwargs
+            x, p = given["input"], given.get("p", 0.5)
+            if given.get("training", True) and 0 < p < 1 and x.numel() and not given.get("inplace", False):
+                return torch.native_dropout(x, p, True)[0]  # which keeps a byte of each element
         if func is scaled_dot_product_attention:
             return _fused_attention(*args, **kwargs)
         if func is multi_head_attention_forward and not kwargs.get("need_weights", True):

@@ -535,6 +535,18 @@ def test_fused_attention_keeps_no_scores() -> None:
     assert 0 < with_dropout.saved_by_rest - without.saved_by_rest < scores  # of the layer's own dropouts
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_dropout_keeps_a_byte_of_each_element(dtype: torch.dtype) -> None:
+    """On other devices than CUDA it keeps its mask in the dtype of what it drops."""
+
+    def kept(p: float) -> int:
+        layers = torch.nn.Linear(64, 128), torch.nn.Dropout(p), torch.nn.Linear(128, 64)
+        model = torch.nn.Sequential(*layers).to(dtype)
+        return estimate(model, loss=lambda m: m(torch.zeros(256, 64, dtype=dtype)).float().sum()).saved_by_rest
+
+    assert kept(0.1) - kept(0.0) == 256 * 128
+
+
 def test_norms_of_heads_keep_what_they_read() -> None:
     with_norms, without = (
         estimate(Architecture(1, 64, 4, 96, 96, kv_heads=2, head_norm=norm), sequence=32, parameters="bf16")
