@@ -23,7 +23,7 @@ from fp4engine.compare.files import InputError, one_line
 from fp4engine.files import write_atomically
 
 VALIDATION_SHARE = 20
-"""One document in 20 is kept for validation; if there are fewer documents, the last twentieth of the text."""
+"""One document in 20 is kept for validation; where there are fewer, or one is nearly all, the text's last twentieth."""
 
 AT_ONCE = 256
 """Documents that are tokenized together."""
@@ -202,17 +202,22 @@ def _read(
 
 
 def _held_out(documents: dict[bytes, Any], length: int) -> set[bytes]:
-    """Documents for validation: by their hashes, until they have their share; none of fewer than twenty."""
+    """Documents for validation: by their hashes, until they have their share.
+
+    There are none if there are fewer than twenty, or if these would be more than half of the text, as where one file is
+    nearly all of it.
+    """
     if len(documents) < VALIDATION_SHARE:
         return set()
-    share = max(sum(map(len, documents.values())) // VALIDATION_SHARE, length)
+    whole = sum(map(len, documents.values()))
+    share = max(whole // VALIDATION_SHARE, length)
     found: set[bytes] = set()
     for digest in sorted(documents):
         if share <= 0:
             break
         found.add(digest)
         share -= len(documents[digest])
-    return found
+    return found if 2 * sum(len(documents[digest]) for digest in found) <= whole else set()
 
 
 def _documents(files: Sequence[Path], field: str, as_bytes: bool) -> Iterator[str]:

@@ -203,6 +203,15 @@ def _written(path: Path, text: str) -> Path:
     return path
 
 
+def test_a_file_that_is_nearly_all_text_is_trained_on(tmp_path) -> None:
+    """It was held out, since the others did not make a twentieth; what was trained on were the others."""
+    for number in range(25):
+        (tmp_path / f"note{number:02}.md").write_text(f"note {number}; " * 10)
+    (tmp_path / "book.txt").write_text("".join(f"line {number} of the book\n" for number in range(2000)))
+    tokens = read(tmp_path, tmp_path / "out")
+    assert 15 * tokens.validation < tokens.training
+
+
 def folder_with_words(folder: Path, vocabulary: int) -> Path:
     """A model whose tokenizer is one file, as BERT's was before there were others."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
