@@ -1,5 +1,7 @@
 """``fp8_meta`` and ``quantizers`` of a module: what they show, and what writing into them does."""
 
+import copy
+import pickle
 import warnings
 
 import pytest
@@ -85,6 +87,44 @@ def test_later_microbatches_go_on_with_the_scale_of_the_first(make) -> None:
         assert torch.equal(mine.amax_history[:, weights], theirs.amax_history[:, weights])
         assert torch.equal(mine.scale[weights], theirs.scale[weights])
         assert mine.amax_history[1:, 0].count_nonzero() > theirs.amax_history[1:, 0].count_nonzero() or scale == 0.25
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "twice": lambda layer: copy.deepcopy(copy.deepcopy(layer)),
+    "pickle": lambda layer: pickle.loads(pickle.dumps(layer)),
+}
+
+
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("is_seen", [False, True])
+@pytest.mark.parametrize(
+    "recipe", [DELAYED, recipes.CustomRecipe(qfactory=delayed_scaling_factory)], ids=["", "custom"]
+)
+def test_copies_show_their_histories_and_follow_what_is_written(way: str, is_seen: bool, recipe) -> None:
+    """They showed scales of one until a forward, which dropped what had been written; pickled quantizers always did."""
+    torch.manual_seed(0)
+    layer, x = te.Linear(32, 32), torch.randn(16, 32)
+    if is_seen:
+        assert layer.quantizers
+    for scale in (1.0, 8.0, 0.5):
+        step(layer, scale * x, recipe)
+    copied, results = COPIES[way](layer), []
+    for each in (layer, copied):
+        state, quantizer = each.fp8_meta["scaling_fwd"], each.quantizers["scaling_fwd"][0]
+        shown = state.scale.clone(), state.amax_history.clone(), quantizer.scale.clone()
+        state.scale.copy_(torch.tensor([2.0, 16.0, 1.0])[: state.scale.numel()])
+        results.append((*shown, step(each, 2 * x, recipe), quantizer.scale.clone(), quantizer.amax.clone()))
+    assert results[0][0][0] != 1 and all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+def test_a_module_that_is_seen_may_get_a_longer_history() -> None:
+    """PyTorch could not expand the tensor of the shorter one."""
+    layer, x = te.Linear(16, 16), torch.randn(16, 16)
+    for length in (4, 8, 2):
+        step(layer, x, recipes.DelayedScaling(amax_history_len=length))
+        history = layer.fp8_meta["scaling_fwd"].amax_history
+        assert history.shape == (length, 3) and history[-1, 0] == x.abs().max()
 
 
 def test_requests_of_a_factory_are_shown_too() -> None:

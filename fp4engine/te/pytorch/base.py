@@ -19,6 +19,7 @@ from fp4engine.quantizers.factory import make_quantizer
 from fp4engine.recipe import DelayedScaling, Recipe
 from fp4engine.roles import TENSOR_TYPES
 from fp4engine.roles import QuantizerRole as FrozenRole
+from fp4engine.state import AutocastState
 from fp4engine.te.common.recipe import answered, as_frozen
 from fp4engine.te.pytorch import regions
 from fp4engine.te.pytorch.arguments import ONE_RANK, Placed, rest_of
@@ -345,8 +346,13 @@ class TransformerEngineBaseModule(Placed, ExtraState):
         return quantizers_of(self)
 
     def _exchange(self) -> None:
-        if self._states is not None:
-            self._states.exchange(self._computed_by())
+        if self._states is None or not self._states.remembers:
+            return
+        with answered(self._states.answers()):
+            for part in self.modules():  # a copy, or what has loaded a state, has histories before its first forward
+                if isinstance(part, Gemms) and part.amax_histories:
+                    part.plan(AutocastState(True, self._states.frozen))
+        self._states.exchange(self._computed_by())
 
     def _shown_after_backward(self, output: Any) -> Any:
         """``output``; after its backward pass the amax histories are copied to :attr:`fp8_meta`."""

@@ -45,6 +45,13 @@ class ModuleStates:
                 made.inherit_state_from(earlier.meta[key])
             self.meta[key], self.quantizers[key] = made, made.make_quantizers()
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """In a pickle the quantizers have tensors of their own, and no parts of the states'."""
+        vars(self).update(state)
+        for key, slots, made in self._remembering():
+            for slot, tied in zip(slots, made.make_quantizers(), strict=True):
+                self.quantizers[key][slot].scale, self.quantizers[key][slot].amax = tied.scale, tied.amax
+
     def answers(self) -> dict[QuantizerRole, Any]:
         """What a custom recipe's factory has answered, by role; empty for other recipes."""
         given: dict[QuantizerRole, Any] = {}

@@ -212,6 +212,16 @@ class DelayedScalingRecipeState(RecipeState):
             self.amax_history = torch.zeros(shape, dtype=torch.float32, device=self.device)
         self._shown = self._contents()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """The attributes, with whether each tensor has the version that was shown, which copies do not have."""
+        shown = zip((self.scale, self.amax_history), self._shown, strict=True)
+        return {**vars(self), "_shown": [(now._version == version, bits) for now, (version, bits) in shown]}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        shown = zip((self.scale, self.amax_history), self._shown, strict=True)
+        self._shown = [(now._version if is_shown else -1, bits) for now, (is_shown, bits) in shown]
+
     def inherit_state_from(self, other: RecipeState) -> bool:
         """Adopt the tensors of ``other``, and return True; False if its kind or number of tensors or steps differs."""
         if not isinstance(other, DelayedScalingRecipeState) or other.amax_history.shape != self.amax_history.shape:
