@@ -56,6 +56,8 @@ def test_a_hybrid_quantizer_of_a_class_of_its_own_stays_one_in_copies() -> None:
     quantizer.rowwise_quantizer.internal = True
     assert type(copied) is Doubled and copied.factor == 4.0 and not copied.rowwise_quantizer.internal
     assert type(copied(torch.ones(32, 64))._quantizer) is Doubled
+    quantizer.rowwise_quantizer.dtype = 7  # as a script may have it, and not a DType
+    assert type(quantizer.copy().rowwise_quantizer.dtype) is int
 
 
 @pytest.mark.parametrize("used", [(True, False), (False, True), (False, False)])

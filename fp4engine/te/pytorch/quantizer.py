@@ -73,13 +73,13 @@ class Quantizer(Value):
 
     def copy(self) -> "Quantizer":
         """Another quantizer with the same settings."""
-        return self.with_settings(vars(self))
+        return self._of(vars(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Quantizer":
         """A quantizer with copies of what this one has, but with its process group, of which there are no copies."""
         group = getattr(self, "amax_reduction_group", None)
         memo[id(group)] = group
-        return self.with_settings(copy.deepcopy(vars(self), memo))
+        return self._of(copy.deepcopy(vars(self), memo))
 
     def __getstate__(self) -> dict[str, Any]:
         """The settings.
@@ -348,10 +348,13 @@ class Quantizer(Value):
     @classmethod
     def with_settings(cls, settings: dict[str, Any]) -> "Quantizer":
         """A quantizer with these attributes, as :meth:`__fx_repr__` prints them."""
+        dtype = settings.get("dtype")
+        return cls._of({**settings, "dtype": DType(dtype)} if type(dtype) is int else settings)
+
+    @classmethod
+    def _of(cls, attributes: dict[str, Any]) -> "Quantizer":
         made = cls.__new__(cls)
-        vars(made).update(settings)
-        if type(settings.get("dtype")) is int:
-            vars(made)["dtype"] = DType(settings["dtype"])
+        vars(made).update(attributes)
         return made
 
 
