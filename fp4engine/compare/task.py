@@ -35,6 +35,10 @@ VALIDATION_SHARE = 8
 """The last validation loss is a mean over about ``VALIDATION_TOKENS`` tokens, or over an eighth of the trained tokens
 if that is less. A validation before the end takes an eighth of them. The tokens are the same in every run."""
 
+SEE_AHEAD = ("bert-generation", "cpmant", "xlnet")
+"""Families whose tokens see those after them, as gradients show, and of which transformers 5.23 has no masked language
+model, by which it tells the others."""
+
 Loss = Callable[[nn.Module, Tensor], Tensor]
 """Of a model and tokens int64 [batch, sequence + 1], the loss in nats per token: one number with a gradient."""
 
@@ -311,12 +315,13 @@ class _FromTransformers(Source):
             model = auto.from_config(self.config, dtype=dtype)
         except Exception as error:  # as above
             raise InputError(f"--model: {self.file} makes no causal language model: {one_line(error)}") from error
-        switch = "causal" if hasattr(model.config, "causal") else "is_decoder"  # XLM has another name for it
-        is_causal = type(self.config) not in transformers.AutoModelForMaskedLM._model_mapping
-        if not (is_causal or getattr(model.config, switch)):
+        switch = next((name for name in ("causal", "is_decoder") if hasattr(model.config, name)), None)
+        sees_ahead = type(self.config) in transformers.AutoModelForMaskedLM._model_mapping
+        sees_ahead |= self.config.model_type in SEE_AHEAD
+        if sees_ahead and not (switch and getattr(model.config, switch)):
             raise InputError(
-                f"--model: a token of {self.file} sees the tokens after it, which it is to predict; set "
-                f'"{switch}": true there'
+                f"--model: a token of {self.file} sees the tokens after it, which it is to predict; "
+                + (f'set "{switch}": true there' if switch else "no setting of it changes that")
             )
         return model.train()
 

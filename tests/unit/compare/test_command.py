@@ -297,6 +297,8 @@ def test_fields_that_differ_are_compared_one_at_a_time(folder: Path, capsys) -> 
         (["--model=my_model.py:cached"], "my_model.py:cached() must make a new model each time"),
         (["--model=both_ways"], 'sees the tokens after it, which it is to predict; set "is_decoder": true there'),
         (["--model=xlm"], 'sees the tokens after it, which it is to predict; set "causal": true there'),
+        (["--model=generation"], 'sees the tokens after it, which it is to predict; set "is_decoder": true there'),
+        (["--model=xlnet"], "sees the tokens after it, which it is to predict; no setting of it changes that"),
         (["--model=pictures"], "has no vocab_size, so it is no language model; give module:function"),
         (["--recipes", "my_recipes.py:fails"], "my_recipes.py:fails() fails: KeyError: 'mine'"),
         (["--recipes", "my_recipes.py:within"], "must be at the top level of their file: AttributeError: Can't pickle"),
@@ -350,6 +352,8 @@ def test_bad_input_gets_one_line_before_anything_is_spent(change: list[str], sai
     transformers.ViTConfig().save_pretrained(folder / "pictures")
     transformers.BertConfig().save_pretrained(folder / "both_ways")
     transformers.XLMConfig().save_pretrained(folder / "xlm")
+    transformers.BertGenerationConfig().save_pretrained(folder / "generation")
+    transformers.XLNetConfig().save_pretrained(folder / "xlnet")
     transformers.GPT2Config(n_positions=8).save_pretrained(folder / "gpt2")
     transformers.RobertaConfig(max_position_embeddings=16, is_decoder=True).save_pretrained(folder / "roberta")
     (folder / "no_python.py").write_text("def make(:")
