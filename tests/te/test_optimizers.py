@@ -334,6 +334,24 @@ def test_a_step_with_infinite_gradients_is_none() -> None:
     assert torch.allclose(param, expected) and int(optimizer.param_groups[0]["step"]) == 2
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, *NARROW], ids=str)
+def test_no_step_changes_no_bit_of_what_is_stored(dtype) -> None:
+    """FP8 moments were decoded and quantized again, by scales that may differ in the last place."""
+    torch.manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(16)) for _ in range(40)]
+    optimizer = FusedAdam(params, exp_avg_dtype=dtype, exp_avg_sq_dtype=dtype, master_weights=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    states = []
+    for value in (1.0, float("inf")):
+        for param in params:
+            param.grad = scaler.scale(torch.randn(16)) * value
+        optimizer.step(grad_scaler=scaler)
+        states.append([each.clone() for of in optimizer.state_dict()["state"].values() for each in of.values()])
+        states[-1] += [param.detach().clone() for param in params]
+    assert all(torch.equal(*pair) for pair in zip(*states, strict=True))
+    assert int(optimizer.param_groups[0]["step"]) == 1
+
+
 def test_scales_of_many_amaxes() -> None:
     amaxes = [torch.tensor([448.0, 3.0]), torch.tensor([0.0, float("inf"), 1e-45])]
     scales, inverses = ([torch.empty_like(amax) for amax in amaxes] for _ in range(2))

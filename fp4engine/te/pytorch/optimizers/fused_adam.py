@@ -164,6 +164,10 @@ class FusedAdam(ZeroGrad, torch.optim.Adam):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if found is not None and not self.capturable:
+            if bool(found):
+                return loss
+            found = None  # below states are written back, and of FP8 their decoded values have other scales
         name = "decoupled_grad" if self.use_decoupled_grad else "grad"
         for group in self.param_groups:
             params: list[Tensor] = [param for param in group["params"] if getattr(param, name, None) is not None]
