@@ -28,6 +28,7 @@ from fp4engine.modules.adoption import (
     adapter_names,
     adoptable,
     forget_storage,
+    gemms_of,
     is_conv1d,
     release,
     require_plain_class,
@@ -126,7 +127,7 @@ def convert_for_regions(
     try:
         called = _names(model)
         for name, module, adopt in list(adoptable(model)):
-            own = [parameter for parameter, _ in module.named_parameters(recurse=False)]
+            own = [*(parameter for parameter, _ in module.named_parameters(recurse=False)), *gemms_of(module).values()]
             names = [other for alias in called[name] for other in (alias, *(f"{alias}.{part}" for part in own))]
             kept = any(covers(pattern, other) for pattern in patterns for other in names)
             if not kept and (module_filter_fn is None or module_filter_fn(module, name)):
@@ -296,12 +297,18 @@ def last_blocks(model: nn.Module, count: int) -> tuple[str, ...]:
 
 
 def _names(model: nn.Module) -> dict[str, list[str]]:
-    """``name -> all names`` of each module and parameter, which has several if several modules hold it."""
+    """``name -> all names`` of each module and parameter, which has several if several modules hold it.
+
+    A parameter of a module that could be adopted also has the name of what will multiply by it.
+    """
     found: dict[int, list[str]] = {}
     for name, held in chain(
         model.named_modules(remove_duplicate=False), model.named_parameters(remove_duplicate=False)
     ):
         found.setdefault(id(held), []).append(name)
+    for _, module, _ in adoptable(model):
+        for parameter, child in gemms_of(module).items():
+            found[id(module._parameters[parameter])] += [f"{alias}.{child}" for alias in found[id(module)]]
     return {names[0]: names for names in found.values()}
 
 

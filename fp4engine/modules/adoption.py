@@ -42,6 +42,16 @@ def adoptable(model: nn.Module) -> Iterator[tuple[str, nn.Module, Callable[[], N
                 yield name, module, partial(hugging_face.adopt_experts, module)
 
 
+def gemms_of(module: nn.Module) -> dict[str, str]:
+    """``parameter -> child`` of what :func:`adoptable` yields: what will multiply by it, as plans name it."""
+    if isinstance(module, nn.MultiheadAttention):
+        return {"in_proj_weight": "in_proj_gemms"}
+    hugging_face = _hugging_face()
+    if hugging_face is None or isinstance(module, hugging_face.Conv1D):
+        return {}
+    return hugging_face.gemms_of_experts(module)
+
+
 def is_conv1d(module: nn.Module) -> bool:
     """Whether ``module`` is a ``Conv1D`` of transformers that follows recipes; its weight is [K, N]."""
     hugging_face = _hugging_face()

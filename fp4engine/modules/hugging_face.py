@@ -95,6 +95,11 @@ def adopt_experts(module: torch.nn.Module) -> None:
     experts.config._experts_implementation = IMPLEMENTATION
 
 
+def gemms_of_experts(module: Any) -> dict[str, str]:
+    """``parameter -> child`` of what :func:`adopt_experts` gives ``module``."""
+    return {_up_name(module): "up_gemms", "down_proj": "down_gemms"}
+
+
 def release_experts(module: torch.nn.Module) -> None:
     """Undo :func:`adopt_experts`."""
     experts: Any = module

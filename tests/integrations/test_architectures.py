@@ -146,6 +146,20 @@ def test_kept_experts_stay_with_their_own_implementation() -> None:
     loss(model.train()).backward()
 
 
+def test_names_of_a_plan_keep_what_they_name() -> None:
+    def model() -> torch.nn.Module:
+        return torch.nn.ModuleList([architecture("mixtral"), torch.nn.MultiheadAttention(16, 2)])
+
+    planned = [module.name for module in fp4engine.convert(model()).modules if module.name.endswith("_gemms")]
+    assert planned == [f"0.model.layers.{i}.mlp.experts.{part}_gemms" for i in (0, 1) for part in ("up", "down")] + [
+        "1.in_proj_gemms"
+    ]
+    plan = fp4engine.convert(model(), keep_high_precision=planned)
+    assert [matrix.reason for matrix in plan.matrices if not matrix.name.endswith("gate.weight")] == [
+        f"kept by {name!r}" for name in planned
+    ]
+
+
 def test_rules_see_experts_by_the_names_of_their_parameters() -> None:
     model = architecture("qwen3_moe")
     recipe = RuledRecipe(NVFP4BlockScaling(), (Rule(LinearRecipe(), "**.experts.down_proj"),))
