@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from fp4engine.checkpoint import checkpoint
 from fp4engine.estimate.decoder import Architecture, Decoder, add_lora
@@ -69,10 +70,11 @@ class Request:
 
 
 def without_memory(model: nn.Module) -> nn.Module:
-    """A copy of ``model`` whose parameters and buffers are fake tensors; those that were shared are shared.
+    """A copy of ``model`` whose tensors are fake; those that were shared are shared.
 
     Raises:
-        ValueError: a parameter is no plain tensor, such as a weight that is stored as codes, or a DTensor.
+        ValueError: a parameter is no plain tensor, such as a weight that is stored as codes, or a DTensor; an embedding
+            has sparse gradients; the model holds what cannot be copied, such as a lock.
     """
     fakes: dict[int, Any] = {}
     for name, parameter in model.named_parameters():
@@ -81,9 +83,18 @@ def without_memory(model: nn.Module) -> nn.Module:
             raise ValueError(f"{name!r} is a {kind}, whose memory an estimate does not know; give the model as it was")
         fake = torch.empty(parameter.shape, dtype=parameter.dtype)
         fakes[id(parameter)] = nn.Parameter(fake, parameter.requires_grad)
-    for buffer in model.buffers():
-        fakes[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
-    return copy.deepcopy(model, fakes)  # what a memo knows is not copied
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise ValueError(f"{name!r} has sparse gradients, whose memory an estimate does not know; set sparse=False")
+        held = {key: value for key, value in vars(module).items() if key not in ("_parameters", "_modules")}
+        for tensor in tree_leaves(held):  # of buffers, and of attributes that no module registers
+            if isinstance(tensor, Tensor) and id(tensor) not in fakes:
+                fake = torch.empty(tensor.shape, dtype=tensor.dtype)
+                fakes[id(tensor)] = fake.requires_grad_(tensor.requires_grad)
+    try:
+        return copy.deepcopy(model, fakes)  # what a memo knows is not copied
+    except (TypeError, RuntimeError) as error:  # such as of a lock, or of a tensor inside an object
+        raise ValueError(f"model must be one that can be copied, and {type(model).__name__} is not: {error}") from error
 
 
 def of_sizes(sizes: Architecture, keep: tuple[str, ...], step: dict[str, Any]) -> Request:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -545,6 +546,34 @@ def test_a_dropout_keeps_a_byte_of_each_element(dtype: torch.dtype) -> None:
         return estimate(model, loss=lambda m: m(torch.zeros(256, 64, dtype=dtype)).float().sum()).saved_by_rest
 
     assert kept(0.1) - kept(0.0) == 256 * 128
+
+
+class WithTensors(torch.nn.Module):
+    """As models hold tables that are in no checkpoint: as attributes, alone and in lists."""
+
+    def __init__(self, **more: object) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(16, 64, sparse=bool(more.pop("sparse", False)))
+        self.layer, self.table, self.tables = torch.nn.Linear(64, 64), torch.ones(64), [torch.ones(64)]
+        vars(self).update(more)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.embedding(tokens)) * self.table + self.tables[0]
+
+
+def test_tensors_that_no_module_registers_are_no_fault() -> None:
+    """They were a RuntimeError about storages of meta tensors."""
+
+    def found(model: torch.nn.Module) -> Estimate:
+        return estimate(model, loss=lambda m: m(torch.zeros(32, dtype=torch.int64)).sum(), sequence=32)
+
+    model = WithTensors()
+    assert found(model).parameters == 16 * 64 + 64 * 64 + 64
+    assert torch.equal(model.table, torch.ones(64))
+    with pytest.raises(ValueError, match="must be one that can be copied, and WithTensors is not: cannot pickle"):
+        found(WithTensors(lock=threading.Lock()))
+    with pytest.raises(ValueError, match="'embedding' has sparse gradients, whose memory an estimate does not know"):
+        found(WithTensors(sparse=True))
 
 
 def test_norms_of_heads_keep_what_they_read() -> None:
