@@ -73,8 +73,11 @@ def from_transformers(
             require_positions("sequence", sequence, positions_of(model))
         try:
             return model(**inputs, labels=tokens).loss
-        except (DataDependentOutputException, DynamicOutputShapeException):
-            raise
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise ValueError(
+                f"model_type {read.model_type!r} of {path} asks for values of a tensor, by {error.func}, and an "
+                "estimate's tensors have none"
+            ) from error
         except Exception as error:  # likewise
             said = f"{type(error).__name__}: {error}"
             raise ValueError(f"transformers cannot run model_type {read.model_type!r} from {path}: {said}") from error
