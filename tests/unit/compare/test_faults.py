@@ -19,7 +19,7 @@ from fp4engine.compare.statistics import DOES_NOT, TRAINS
 from fp4engine.compare.training import Places
 from fp4engine.formats import CastSpec, Rotation
 from fp4engine.inspect.search import only, without
-from fp4engine.recipe import Casts, LinearRecipe, Recipe, zoo
+from fp4engine.recipe import Casts, LinearRecipe, Recipe, ScheduledRecipe, zoo
 from tests.tiny_task import InThisProcess, TinyTask
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -99,6 +99,17 @@ def test_biased_gradients_are_found_and_change_the_verdict(tmp_path) -> None:
     assert gaps["biased"]["fprop"] == gaps["nvfp4"]["fprop"]
     bias = [max(row["bias"] for row in arm.runs[0].rows if row["kind"] == "gradient") for arm in comparison.arms]
     assert bias[1] > 2 * bias[0]
+
+
+def test_noise_of_gradients_has_the_step_at_which_it_was_seen(tmp_path) -> None:
+    """A schedule that ends in high precision has none in the end, where the page put what there was before."""
+    task = TinyTask(steps=6, evaluate_every=6)
+    runner = InThisProcess(Places(tmp_path / "runs", tmp_path / "scratch"))
+    schedule = ScheduledRecipe(((0, NVFP4), (3, HIGH_PRECISION)))
+    for label, recipe in (("baseline", HIGH_PRECISION), ("schedule", schedule)):
+        runner.make([Job(task, Run(label, recipe, 0), looks=True)])
+    page = html(compare(read_folders([tmp_path / "runs"]), TOLERANCE), About(""))
+    assert "schedule: noise and bias of each weight's gradient, at step 2<" in page
 
 
 def test_equal_recipes_tie(tmp_path) -> None:
