@@ -306,10 +306,12 @@ def _names(model: nn.Module) -> dict[str, list[str]]:
         model.named_modules(remove_duplicate=False), model.named_parameters(remove_duplicate=False)
     ):
         found.setdefault(id(held), []).append(name)
-    for _, module, _ in adoptable(model):
+    called = {names[0]: names for names in found.values()}
+    for name, module, _ in list(adoptable(model)):
         for parameter, child in gemms_of(module).items():
-            found[id(module._parameters[parameter])] += [f"{alias}.{child}" for alias in found[id(module)]]
-    return {names[0]: names for names in found.values()}
+            # PEFT's attention makes its parameter anew whenever modules are asked for, so it has no lasting id
+            called.get(f"{name}.{parameter}", []).extend([f"{alias}.{child}" for alias in called[name]])
+    return called
 
 
 def _kept(

@@ -160,18 +160,20 @@ def parametrization_of(module: nn.Module) -> ParametrizationList | None:
 def other_matrices(model: nn.Module) -> dict[str, PlannedMatrix]:
     """Every parameter by which the model may multiply outside its linear modules, by name."""
     owned: set[int] = set()
-    for module in model.modules():
+    modules = list(model.named_modules())  # walked once: at each walk PEFT's attention makes its parameters anew
+    for _, module in modules:
         if isinstance(module, (nn.Linear, Gemms, GroupedLinear, LayerNormMLP, nn.Embedding, nn.EmbeddingBag)):
             owned.update(id(parameter) for parameter in module.parameters(recurse=False))
         if isinstance(module, (BorrowedLinear, BorrowedGroupedLinear)):
             owned.update(id(parameter) for parameter in module.borrowed())
-    for _, module in linear_modules(model):
-        if (chain := parametrization_of(module)) is not None:  # what a linear module's weight is computed from
-            owned.update(id(parameter) for parameter in chain.parameters(recurse=False))
+        if isinstance(module, (nn.Linear, Gemms)) and (chain := parametrization_of(module)) is not None:
+            owned.update(id(parameter) for parameter in chain.parameters(recurse=False))  # its weight is computed from
     found: dict[str, PlannedMatrix] = {}
-    for name, parameter in model.named_parameters():
+    parameters = (pair for prefix, module in modules for pair in module.named_parameters(prefix, recurse=False))
+    for name, parameter in parameters:
         if id(parameter) in owned:
             continue
+        owned.add(id(parameter))
         lazy = is_lazy(parameter)
         shape = () if lazy else tuple(parameter.shape)
         if (not lazy and sum(size > 1 for size in shape) < 2) or _ADDED.search(name.rpartition(".")[2]):

@@ -127,6 +127,17 @@ def test_siblings_share_their_amax_under_adapters_that_came_later(has_run: bool)
             tuned(tokens())
 
 
+def test_an_attention_that_peft_adapts_is_planned_once() -> None:
+    """PEFT makes the parameters of ``nn.MultiheadAttention`` anew whenever somebody asks for modules."""
+    attention = torch.nn.MultiheadAttention(16, 2)
+    model = peft.get_peft_model(torch.nn.ModuleList([attention]), peft.LoraConfig(r=4, target_modules=["0"]))
+    plan = fp4engine.convert(model, RECIPE)
+    assert plan.matrices == () and len(plan.converted) == 2
+    x = torch.randn(4, 2, 16)
+    model.base_model.model[0](x, x, x)[0].sum().backward()
+    fp4engine.assert_quantized(model)
+
+
 def test_adapters_that_are_not_merged_are_not_left_out_of_what_is_served(tmp_path) -> None:
     for stored in (False, True):
         model = base()
