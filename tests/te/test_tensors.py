@@ -461,6 +461,21 @@ def test_what_is_stored_is_shared_and_counted(name: str) -> None:
     assert tensor.share_memory_().is_shared() and all(each.is_shared() for each in stored)
 
 
+@pytest.mark.parametrize("name", ["DelayedScaling", "Float8CurrentScaling", "MXFP8BlockScaling", "NVFP4BlockScaling"])
+def test_a_backward_pass_notices_that_its_weight_was_written(name: str) -> None:
+    """It multiplied by the new codes, without a word."""
+    recipe = getattr(recipes, name)()
+    for way in (lambda weight: weight, lambda weight: weight.detach(), lambda weight: weight.data):
+        with te.quantized_model_init(recipe=recipe):
+            layer = te.Linear(64, 64, device="cpu")
+        with te.autocast(recipe=recipe):
+            y = layer(torch.randn(16, 64, requires_grad=True))
+        with torch.no_grad():
+            way(layer.weight).copy_(torch.randn(64, 64))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
 def test_what_is_no_tensor_is_not_written() -> None:
     """A list had no attribute 'shape'."""
     writes = [quantizer(torch.ones(16, 16)).quantize_ for quantizer in (per_tensor(), hybrid(), te.IdentityQuantizer())]

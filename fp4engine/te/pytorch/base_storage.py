@@ -318,6 +318,8 @@ class QuantizedTensorStorage:
             both = isinstance(old, Tensor) and isinstance(new, Tensor)
             if both and (old.shape, old.dtype) == (new.shape, new.dtype):
                 old.copy_(new)
+                if not old.is_inference():  # not done below autograd, and a backward pass must notice the write
+                    torch.autograd.graph.increment_version(old)
                 if (source := remembered(new)) is not None:
                     remember(old, source.to(old.device, copy=True))
             elif new is not None:
