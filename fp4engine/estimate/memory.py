@@ -1,6 +1,5 @@
 """One step on tensors that have shapes and no contents: what is alive, and what linear layers keep."""
 
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -17,6 +16,7 @@ from fp4engine.convert import convert
 from fp4engine.estimate.request import Request
 from fp4engine.estimate.trace import AsOnCuda, Flops, Linears, Step, Watch, trace
 from fp4engine.modules import Gemms, GroupedLinear, Linear, QuantizedWeight
+from fp4engine.modules.adoption import adoptable
 from fp4engine.modules.borrowed import BorrowedGroupedLinear
 from fp4engine.names import covers
 from fp4engine.quantizers import make_quantizer
@@ -31,7 +31,9 @@ def traced(request: Request) -> tuple[nn.Module, Step, Linears]:
         model = request.build()
         watch = stack.enter_context(Watch())
         stack.enter_context(AsOnCuda())
-        if request.recipe is not None or any(map(_routes, model.modules())):
+        # experts of transformers ask for values or count no FLOPs, and its Conv1D is heard only as a layer
+        others = any(not isinstance(module, nn.MultiheadAttention) for _, module, _ in adoptable(model))
+        if request.recipe is not None or others:
             keep = [pattern for pattern in request.keep if pattern != "lm_head" or _covers_some(model, pattern)]
             convert(model, keep_high_precision=keep)
             if request.quantized_base:
@@ -64,15 +66,6 @@ def traced(request: Request) -> tuple[nn.Module, Step, Linears]:
         step = trace(model, heard, watch)
         linears = Linears(heard.saved, _counts(model), heard.fprop)
     return model, step, linears
-
-
-def _routes(module: nn.Module) -> bool:
-    """Whether ``module`` is transformers' experts, whose own implementations ask for values or count no FLOPs."""
-    if "transformers" not in sys.modules:
-        return False
-    from fp4engine.modules.hugging_face import can_adopt_experts
-
-    return can_adopt_experts(module)
 
 
 def _route_evenly(module: BorrowedGroupedLinear, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -421,6 +421,7 @@ BUILT = {
     "qwen3_moe": {**TINY, "num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2},
     "mixtral": {**TINY, "num_local_experts": 3},
     "bert": TINY,
+    "gpt2": {"vocab_size": 128, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64},
     "t5": {"d_model": 64, "d_ff": 96, "num_layers": 2, "num_heads": 4, "d_kv": 16, "vocab_size": 128},
     "whisper": {
         "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
