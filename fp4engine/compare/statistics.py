@@ -125,6 +125,13 @@ def verdict(runs: BySeed, baseline: BySeed, tolerance: float) -> Verdict:
             "the recipe casts nothing in these steps"
         )
         return Verdict(CANNOT_TELL, "did not run", text)
+    paired = [(runs[seed], baseline[seed]) for seed in by_seed]
+    if all((run.losses, run.validation) == (other.losses, other.validation) for run, other in paired):
+        text = (
+            "every loss is the baseline's to the last digit: the recipe was not in force, or the losses were rounded "
+            "before they were noted"
+        )
+        return Verdict(CANNOT_TELL, "did not run", text)
     gap = interval(list(by_seed.values()))
     if gap.low > tolerance:
         return Verdict(DOES_NOT, f"beyond {tolerance:g}%", f"its gap is above {tolerance:g}%: {gap.low:z.2f}% at least")

@@ -19,7 +19,7 @@ def record(folder: Path, recipe: Recipe | str | None, losses: list[float], first
     """A run per loss, with seeds from `first` on; its loss was twice as high at half of its steps."""
     for seed, loss in enumerate(losses, first):
         with Recorder(folder, recipe=recipe, seed=seed, **options) as run:
-            run.step(9.0)
+            run.step(9.0 if recipe is None else 9.001)
             run.validation(2 * loss)
             run.step(8.0)
             run.validation(loss)
@@ -54,6 +54,19 @@ def verdict_of(folder: Path, losses: list[float], baseline: list[float], toleran
 def test_the_verdict_is_the_intervals(losses, code, said, tmp_path) -> None:
     verdict = verdict_of(tmp_path, losses, [1.0] * len(losses))
     assert verdict.code == code and re.search(said, verdict.text)
+
+
+def test_a_recipe_whose_losses_are_all_the_baselines_was_not_in_force(tmp_path) -> None:
+    """A script that labels a run and converts nothing had the verdict that the recipe trains."""
+    for recipe in (None, "nvfp4"):
+        for seed in range(3):
+            with Recorder(tmp_path, recipe=recipe, seed=seed) as run:
+                run.step(3.0 + seed)
+                run.validation(2.0)
+    found = compared(tmp_path)
+    verdict = found.verdict(found.arms[0])
+    assert found.code == verdict.code == CANNOT_TELL and verdict.word == "did not run"
+    assert "every loss is the baseline's to the last digit: the recipe was not in force, or" in verdict.text
 
 
 def test_losses_of_zero_on_the_way_and_signs_in_labels_end_no_page(tmp_path, capsys) -> None:
