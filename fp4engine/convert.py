@@ -1,6 +1,5 @@
 """Whole models: swap ``nn.Linear`` for :class:`fp4engine.Linear`, and say what will multiply and what will not."""
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,7 +16,6 @@ from fp4engine.accounting.planned import (
     ConversionPlan,
     is_never_called,
     linear_modules,
-    linear_shape,
     other_matrices,
     plan_module,
 )
@@ -278,7 +276,7 @@ def _require_asked(
 def last_blocks(model: nn.Module, count: int) -> tuple[str, ...]:
     """Patterns for :func:`convert` that keep the last ``count`` blocks of ``model`` in high precision.
 
-    The blocks are the items of the ``nn.ModuleList`` that holds most linear weights.
+    The blocks are the items of the ``nn.ModuleList`` that holds most weights of two or three dimensions, without embeddings.
 
     Raises:
         ValueError: there is no such list, or it has fewer than ``count`` blocks.
@@ -287,7 +285,9 @@ def last_blocks(model: nn.Module, count: int) -> tuple[str, ...]:
     sizes: dict[tuple[str, int], int] = {}
     for name, blocks in model.named_modules():
         if isinstance(blocks, nn.ModuleList):
-            sizes[name, len(blocks)] = sum(math.prod(linear_shape(linear)) for _, linear in linear_modules(blocks))
+            owners = (m for m in blocks.modules() if not isinstance(m, nn.Embedding | nn.EmbeddingBag))
+            weights = [p for m in owners for p in m.parameters(recurse=False) if not is_lazy(p) and p.dim() in (2, 3)]
+            sizes[name, len(blocks)] = sum(weight.numel() for weight in weights)
     if not sizes:
         raise ValueError("last_blocks looks for an nn.ModuleList of blocks, and the model has none; write patterns")
     name, length = max(sizes, key=lambda each: sizes[each])

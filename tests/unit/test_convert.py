@@ -532,6 +532,11 @@ def test_last_blocks() -> None:
     model = Model(12)
     assert fp4engine.last_blocks(model, 2) == ("layers.10", "layers.11")
     assert fp4engine.last_blocks(model, 0) == ()
+    parts = {"encoder": [nn.Linear(16, 16)], "decoder": [Conv1D(48, 16)], "stem": [nn.Conv2d(64, 64, 3)]}
+    mixed = nn.ModuleDict({name: nn.ModuleList(blocks) for name, blocks in parts.items()})
+    assert fp4engine.last_blocks(mixed, 1) == ("decoder.0",)
+    fp4engine.convert(mixed)
+    assert fp4engine.last_blocks(mixed, 1) == ("decoder.0",)
     with pytest.raises(ValueError, match="between 0 and the 12 blocks"):
         fp4engine.last_blocks(model, 13)
     with pytest.raises(ValueError, match="count must be an integer of at least 0, got '1'"):
