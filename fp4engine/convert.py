@@ -276,7 +276,8 @@ def _require_asked(
 def last_blocks(model: nn.Module, count: int) -> tuple[str, ...]:
     """Patterns for :func:`convert` that keep the last ``count`` blocks of ``model`` in high precision.
 
-    The blocks are the items of the ``nn.ModuleList`` that holds most weights of two or three dimensions, without embeddings.
+    The blocks are the items of the ``nn.ModuleList`` that holds most weights of two or three dimensions, less
+    those of embeddings.
 
     Raises:
         ValueError: there is no such list, or it has fewer than ``count`` blocks.
