@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import peft  # noqa: F401  imports torchao, which writes to standard error
 import pytest
 import torch
 import transformers
