@@ -42,10 +42,13 @@ def from_transformers(
         read: Any = transformers.AutoConfig.from_pretrained(str(path), local_files_only=True)
     except Exception as error:  # of many kinds, by what the file lacks
         raise ValueError(f"transformers cannot read {path}: {error}") from error
+    names = read.architectures or []
+    if not isinstance(names, list):
+        raise ValueError(f"architectures of {path} must be a list of names, got {names!r:.120}")
     mappings: dict[str, Any] = {task: getattr(transformers, task) for task in TASKS}
     known = {task: auto._model_mapping for task, auto in mappings.items()}
     built = {task: classes[type(read)] for task, classes in known.items() if type(read) in classes}
-    named = [task for task, made in built.items() if getattr(made, "__name__", "") in (read.architectures or ())]
+    named = [task for task, made in built.items() if getattr(made, "__name__", "") in names]
     task = next(iter((*named, *built)), None)
     if task is None:
         raise ValueError(

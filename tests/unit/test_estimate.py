@@ -455,6 +455,7 @@ def test_what_transformers_builds_is_estimated(family: str, tmp_path: Path) -> N
     [
         ("transformers builds model_type 'vit' of", {"model_type": "vit"}),
         ("transformers cannot read", {"model_type": "no_such_family"}),
+        ("architectures of .* must be a list of names, got True", {"model_type": "bert", "architectures": True}),
         ("transformers cannot build model_type 'gemma'", {"model_type": "gemma", "hidden_size": -1}),
     ],
 )
