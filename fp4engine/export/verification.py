@@ -175,7 +175,7 @@ def _operand(
 
 
 def _same(directory: Path, name: str, got: Tensor, wanted: Tensor) -> None:
-    wanted = wanted.detach().cpu()
+    wanted = wanted.detach().cpu().resolve_neg().resolve_conj()
     if got.dtype != wanted.dtype or got.shape != wanted.shape:
         raise CheckpointError(
             f"{directory}: {name!r} is {got.dtype} {list(got.shape)}, the model has {wanted.dtype} {list(wanted.shape)}"

@@ -88,7 +88,8 @@ class ShardWriter:
         if name in self._names:
             raise ValueError(f"{name!r} is a part of an FP4 weight, and the model has a tensor of that name; rename it")
         self._names.add(name)
-        tensor = tensor.detach().to("cpu").contiguous()
+        # Safetensors writes what is in memory, where PyTorch may have a sign or a conjugate still to be taken.
+        tensor = tensor.detach().to("cpu").contiguous().resolve_neg().resolve_conj()
         # FP8, of one byte, is scales that a cast has just made.
         if tensor.is_floating_point() and tensor.itemsize > 1 and tensor.numel() and tensor.aminmax().max.isnan():
             raise ValueError(f"{name!r} holds a NaN: there is nothing to serve")

@@ -441,6 +441,17 @@ def test_parameters_that_share_memory_are_written_one_by_one(tmp_path) -> None:
     assert torch.equal(ServedCheckpoint(tmp_path / "out").tensors["2.weight"], flat[-16:])
 
 
+def test_signs_and_conjugates_that_pytorch_has_still_to_take_are_written(tmp_path) -> None:
+    model = nn.Sequential(fp4engine.Linear(16, 16, recipe=WEIGHT_ONLY))
+    phases = torch.polar(torch.ones(4), torch.arange(4.0))
+    model.register_buffer("phases", phases.conj())
+    model.register_buffer("sines", torch._neg_view(phases.imag.contiguous()))
+    export_checkpoint(model, tmp_path / "out", verify=True)
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(tensors["phases"], phases.conj())
+    assert torch.equal(tensors["sines"], -phases.imag)
+
+
 def test_what_no_reader_would_tie_is_written_by_each_of_its_names(tmp_path) -> None:
     model = llama(num_hidden_layers=2)
     model.lm_head.weight = model.model.embed_tokens.weight
