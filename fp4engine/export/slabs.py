@@ -38,7 +38,9 @@ class Slabs:
         rows, cols = weight.shape
         step = max(_ELEMENTS // cols // height, 1) * height if weight.device.type == "cpu" else rows
         parts = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
-        return self._pool.map(torch.no_grad()(function), parts)  # a setting of each thread
+        # Modes are those of a thread, and only inference mode writes to tensors that were made in it.
+        mode = torch.inference_mode if torch.is_inference_mode_enabled() else torch.no_grad
+        return self._pool.map(mode()(function), parts)
 
 
 def progress_bar(items: Iterable[Any], what: str, unit: str, shown: bool) -> Any:

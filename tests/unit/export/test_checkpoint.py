@@ -452,6 +452,16 @@ def test_signs_and_conjugates_that_pytorch_has_still_to_take_are_written(tmp_pat
     assert torch.equal(tensors["sines"], -phases.imag)
 
 
+def test_an_export_in_inference_mode_writes_the_same_bytes(tmp_path) -> None:
+    model = converted()
+    export_checkpoint(model, tmp_path / "out")
+    with torch.inference_mode():
+        export_checkpoint(model, tmp_path / "inference", verify=True)
+        verify_checkpoint(model, tmp_path / "out")
+    files = [tmp_path / name / "model.safetensors" for name in ("out", "inference")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
 def test_what_no_reader_would_tie_is_written_by_each_of_its_names(tmp_path) -> None:
     model = llama(num_hidden_layers=2)
     model.lm_head.weight = model.model.embed_tokens.weight
