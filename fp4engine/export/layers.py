@@ -24,6 +24,7 @@ from fp4engine.modules import Linear, QuantizedWeight
 from fp4engine.modules.adoption import is_conv1d
 from fp4engine.modules.borrowed import BorrowedGroupedLinear, BorrowedLinear
 from fp4engine.modules.gemms import Gemms
+from fp4engine.modules.learned_scales import scales_of
 from fp4engine.modules.shared_amax import sibling_groups
 from fp4engine.names import covers
 from fp4engine.quantizers import Quantizer, make_quantizer
@@ -131,6 +132,11 @@ def export_layers(
             raise ValueError(f"pattern {pattern!r} covers no linear module of the model")
     for name, first in linears.items():
         module = model.get_submodule(name)
+        if scales_of(module) is not None:
+            raise ValueError(
+                f"{name!r} still learns the scales of its weight: call fp4engine.qat.finalize(model), which stores the "
+                "weight under them"
+            )
         sources = _sources(name, module)
         pieces = [piece for source in sources for piece in state.of(source)]
         pattern = next((pattern for pattern in keep_high_precision if covers(pattern, name)), None)
