@@ -50,6 +50,8 @@ class OwnScaleRule:
             ValueError: the function returns anything else, or for a block of finite numbers, not all of them 0, a
                 number that is not positive and finite.
         """
+        if blocks.is_meta:  # without values, which the function may ask for: as when stored weights are read back
+            return blocks.new_empty(blocks.shape[:-1])
         found: Any = self.function(blocks.clone())
         if not isinstance(found, Tensor) or found.shape != blocks.shape[:-1] or found.dtype != torch.float32:
             expected = f"an FP32 tensor {list(blocks.shape[:-1])}"

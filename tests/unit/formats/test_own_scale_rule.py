@@ -191,6 +191,17 @@ def test_a_row_of_the_book_trains_and_is_recorded(monkeypatch: pytest.MonkeyPatc
     assert {row["step"] for row in rows if "0.9amax" in str(row)} == {0}, rows[:2]
 
 
+def test_its_stored_weights_are_saved_and_read_back(tmp_path) -> None:
+    layer, x = fp4engine.Linear(32, 16, recipe=RECIPE), torch.randn(4, 32)
+    fp4engine.quantize_weights(layer)
+    torch.save(layer, tmp_path / "layer.pt")
+    torch.save(layer.state_dict(), tmp_path / "state.pt")
+    read = torch.load(tmp_path / "layer.pt", weights_only=False)
+    assert torch.equal(read(x), layer(x))
+    read.load_state_dict(torch.load(tmp_path / "state.pt"))
+    assert torch.equal(read(x), layer(x))
+
+
 def test_its_weights_are_exported_as_they_were_multiplied(tmp_path) -> None:
     recipe = LinearRecipe(weight=Casts(CastSpec(scale_rule=RULE), None, "rowwise_dequantized"))
     model = llama().eval()
