@@ -139,7 +139,7 @@ def _own_magnitudes(values: Tensor, rule: OwnScaleRule, block: tuple[int, int]) 
     height, width = block
     rows, cols = values.shape
     padded = torch.nn.functional.pad(values, (0, 0, 0, -rows % height))
-    tiles = padded.view(-1, height, cols // width, width).transpose(1, 2).flatten(2)
+    tiles = padded.view(padded.shape[0] // height, height, cols // width, width).transpose(1, 2).flatten(2)
     return rule.magnitudes(tiles).repeat_interleave(height, dim=0)[:rows]
 
 

@@ -50,7 +50,7 @@ RECIPE = LinearRecipe(
     ],
     ids=lambda spec: spec.label,
 )
-@pytest.mark.parametrize("shape", [(17, 48), (0, 16), (1, 15)])
+@pytest.mark.parametrize("shape", [(17, 48), (0, 16), (1, 15), (3, 0)])
 def test_the_rule_that_says_amax_makes_the_bytes_of_amax(spec: CastSpec, shape: tuple[int, int]) -> None:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     if x.numel() > 100:
