@@ -1,7 +1,7 @@
 """Weights of ``quantized_model_init`` under FSDP2, and FusedAdam of what a rank has of them: two processes by gloo."""
 
 import pickle
-from copy import deepcopy
+from copy import copy, deepcopy
 from pathlib import Path
 
 import pytest
@@ -224,7 +224,7 @@ def communicate(rank: int, folder: str) -> None:
         group = dist.new_group([0, 1])
         quantizer = te.NVFP4Quantizer(with_amax_reduction=True, amax_reduction_group=group)
         both = te.HybridQuantizer(rowwise_quantizer=quantizer, columnwise_quantizer=quantizer.copy())
-        for copied in (deepcopy(quantizer), deepcopy({1: quantizer, 2: group})[1], deepcopy(both)):
+        for copied in (copy(quantizer), deepcopy(quantizer), deepcopy({1: quantizer, 2: group})[1], deepcopy(both)):
             assert copied.with_amax_reduction and copied.amax_reduction_group is group
         for one in (quantizer, both):
             with pytest.raises(TypeError, match="with an amax_reduction_group cannot be pickled"):

@@ -548,12 +548,18 @@ def test_a_transpose_goes_when_codes_are_written_by_one_that_lacks_it(name: str,
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("side", ["rowwise", "columnwise"])
-def test_a_side_goes_when_codes_are_written_by_one_that_has_dropped_it(name: str, side: str) -> None:
+@pytest.mark.parametrize("is_made_alike", [False, True])
+def test_a_side_goes_when_codes_are_written_by_one_that_lacks_it(name: str, side: str, is_made_alike: bool) -> None:
     quantizer, later = ALL[name].copy(), torch.randn(128, 128)
     tensor = quantizer(torch.randn(128, 128))
     same, copied = tensor.detach(), tensor.clone()
     before = copied.dequantize()
-    tensor.update_usage(**{f"{side}_usage": False})
+    if is_made_alike:
+        (others,) = (names for other, names in tensor._SIDES.items() if other != side)
+        lacking = [tensor._argument(each) for each in tensor._SIDES[side] if each not in others]
+        tensor = type(tensor).make_like(tensor, **dict.fromkeys(lacking))
+    else:
+        tensor.update_usage(**{f"{side}_usage": False})
     tensor._quantizer.set_usage(**tensor.get_usages())
     tensor.copy_(later)
     assert same.get_usages() == tensor.get_usages() and torch.equal(same.dequantize(), tensor.dequantize())

@@ -201,10 +201,13 @@ class QuantizedTensorStorage:
         other._written = dict(self._written)
         return other
 
-    def _sharing_if_same(self, other: Any) -> Any:
-        """``other``, which may store the very tensors of this one."""
-        pairs = zip(self._tensors().values(), other._tensors().values(), strict=True)
-        return self._sharing(other) if all(mine is theirs for mine, theirs in pairs) else other
+    def _sharing_where_same(self, other: Any) -> Any:
+        """``other``, which may store the very codes of either side of this one."""
+        mine, theirs = self._tensors(), other._tensors()
+        for side, names in self._SIDES.items():
+            is_same = all(mine[name] is theirs[name] for name in names[:1])
+            other._written[side] = self._written[side] if is_same else LastWrite(self._written[side].number)
+        return other
 
     def _tensors(self) -> dict[str, Tensor | None]:
         self._drop_old()
@@ -273,7 +276,7 @@ class QuantizedTensorStorage:
         """The same storage with its tensors changed."""
         same = type(self)(**self._with_tensors(change))
         same._told_shape = self._told_shape
-        return self._sharing_if_same(same)
+        return self._sharing_where_same(same)
 
     def _form(self) -> Any:
         """A value that is equal for storages of which one's sides can be copied to the other byte for byte."""

@@ -115,7 +115,7 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: igno
         whole = tensor.shape if shape is None else shape
         make: Any = cls
         made = make(whole, dtype or tensor.dtype, requires_grad=requires_grad, device=tensor.device, **metadata)
-        return tensor._sharing_if_same(made)
+        return tensor._sharing_where_same(made)
 
     def to_dtype(self, dtype: torch.dtype) -> Any:
         """The same bytes with another dtype to PyTorch."""
@@ -185,7 +185,7 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: igno
     def _like(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> Any:
         """The same tensor with its tensors changed; attributes that someone set come along, as modules convert it."""
         same = type(self)(self.shape, self.dtype, **self._with_tensors(change))
-        return self._sharing_if_same(self._marking(same))
+        return self._sharing_where_same(self._marking(same))
 
     def _marking(self, other: Any) -> Any:
         """``other`` with what someone has set on this tensor, such as ``main_grad``."""

@@ -75,6 +75,9 @@ class Quantizer(Value):
         """Another quantizer with the same settings."""
         return self._of(vars(self))
 
+    def __copy__(self) -> "Quantizer":
+        return self.copy()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "Quantizer":
         """A quantizer with copies of what this one has, but with its process group, of which there are no copies."""
         group = getattr(self, "amax_reduction_group", None)
