@@ -37,7 +37,7 @@ from fp4engine.modules.learned_scales import scales_of
 from fp4engine.modules.linear import own_attributes, own_forward, require_free_names
 from fp4engine.modules.plans import require_own_recipe
 from fp4engine.modules.torch_attention import TorchMultiheadAttention
-from fp4engine.names import covers
+from fp4engine.names import covers, dotted
 from fp4engine.quantizers.base import FLOATS
 from fp4engine.recipe import Recipe
 
@@ -126,7 +126,7 @@ def convert_for_regions(
         called = _names(model)
         for name, module, adopt in list(adoptable(model)):
             own = [*(parameter for parameter, _ in module.named_parameters(recurse=False)), *gemms_of(module).values()]
-            names = [other for alias in called[name] for other in (alias, *(f"{alias}.{part}" for part in own))]
+            names = [other for alias in called[name] for other in (alias, *(dotted(alias, part) for part in own))]
             kept = any(covers(pattern, other) for pattern in patterns for other in names)
             if not kept and (module_filter_fn is None or module_filter_fn(module, name)):
                 adopt()
@@ -307,12 +307,12 @@ def _names(model: nn.Module) -> dict[str, list[str]]:
         model.named_modules(remove_duplicate=False), model.named_parameters(remove_duplicate=False)
     ):
         found.setdefault(id(held), []).append(name)
-    called = {names[0]: names for names in found.values()}
+    called = {name: names for names in found.values() for name in names}
     for name, module, _ in list(adoptable(model)):
         for parameter, child in gemms_of(module).items():
             # PEFT's attention makes its parameter anew whenever modules are asked for, so it has no lasting id
-            called.get(f"{name}.{parameter}", []).extend([f"{alias}.{child}" for alias in called[name]])
-    return called
+            called[dotted(name, parameter)] += [dotted(alias, child) for alias in called[name]]
+    return {names[0]: names for names in called.values()}
 
 
 def _kept(

@@ -82,6 +82,13 @@ def test_both_projections_run_in_fp4_and_count() -> None:
     assert not module["attn"]._forward_pre_hooks and "in_proj_gemms" not in module["attn"]._modules
 
 
+@pytest.mark.parametrize("pattern", ["in_proj_weight", "in_proj_gemms"])
+def test_the_projection_of_a_model_that_is_attention_itself_is_kept_by_name(pattern: str) -> None:
+    """Its names began with a dot there, so the projection was adopted and the pattern refused."""
+    plan = fp4engine.convert(attention(), keep_high_precision=[pattern])
+    assert [matrix.reason for matrix in plan.matrices] == [f"kept by {pattern!r}"]
+
+
 def test_in_evaluation_a_transformer_layer_does_not_multiply_past_its_modules() -> None:
     layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval()
     x = torch.randn(2, 8, 32)
