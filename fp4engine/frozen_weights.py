@@ -49,10 +49,11 @@ def quantize_weights(
     """Store the weights of converted modules below ``model`` as their codes and scales, frozen, in place.
 
     These are the weights of what was ``nn.Linear``, ``Conv1D`` or experts in one parameter. Products equal, bit for
-    bit, the products of the plain weights under the same recipe. 16x16 blocks take 4.5 bits an element; casts that
-    differ by direction are stored for both, in 9 bits. The other parameters are not changed, nor is a weight that
-    others share. ``save_pretrained`` of transformers writes what is stored, and ``from_pretrained`` reads it once
-    ``fp4engine.integrations.transformers`` is imported.
+    bit, the products of the plain weights under the same recipe; a backward product for which that asks for the
+    original weight, as ``backward_override="high_precision"`` does, reads the decoded one. 16x16 blocks take 4.5 bits
+    an element; casts that differ by direction are stored for both, in 9 bits. The other parameters are not changed, nor
+    is a weight that others share. ``save_pretrained`` of transformers writes what is stored, and ``from_pretrained``
+    reads it once ``fp4engine.integrations.transformers`` is imported.
 
     Args:
         model: converted; on ``meta`` with ``weights``, which then fill every parameter, and every buffer of its
