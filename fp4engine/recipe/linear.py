@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from fp4engine.arguments import require_integer, require_one_of
+from fp4engine.arguments import require_integer, require_one_of, shown
 from fp4engine.formats import UE5M3, CastSpec, Correction, Outer, OwnScaleRule, RoundingMode, Signs
 from fp4engine.recipe.base import Recipe, require_object, require_recipes
 from fp4engine.recipe.casts import Casts, unsummable
@@ -223,13 +223,16 @@ def combine(forward: Recipe, backward: Recipe) -> LinearRecipe:
     """The fprop of ``forward``, the dgrad and wgrad of ``backward``: hybrid recipes by GEMM.
 
     ``combine(LinearRecipe(), recipe)`` runs fprop in high precision. The backward recipe says what its operands are
-    made of; with ``rowwise_dequantized`` that is what ``forward`` saved.
+    made of; with ``rowwise_dequantized`` that is what ``forward`` saved. ``allow_biased`` of either holds.
 
     Raises:
-        ValueError: no recipe, one without casts of its own, or that scales by earlier steps; two different backends or
+        ValueError: no recipe, one whose casts depend on the module or the step, or that scales by earlier steps; two different backends or
             accumulations.
     """
     require_recipes(forward=forward, backward=backward)
+    for name, recipe in (("forward", forward), ("backward", backward)):
+        if recipe.reads_modules:
+            raise ValueError(f"{name} must be a recipe that casts alike in all modules, got {shown(recipe)}")
     if forward.is_delayed or backward.is_delayed:
         raise ValueError(
             "combine takes recipes without memory: use Float8CurrentScaling in place of DelayedScaling, and "
@@ -251,4 +254,5 @@ def combine(forward: Recipe, backward: Recipe) -> LinearRecipe:
         backend=forward.backend,
         accumulation=forward.accumulation,
         backward_override=backward.backward_override,
+        allow_biased=any(isinstance(recipe, LinearRecipe) and recipe.allow_biased for recipe in (forward, backward)),
     )

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
+from fp4engine import make_quantizer
 from fp4engine.formats import Rotation, RoundingMode, Signs
-from fp4engine.recipe import Casts, LinearRecipe, combine, recipe_from_json, zoo
+from fp4engine.recipe import Casts, CustomRecipe, LinearRecipe, RuledRecipe, combine, recipe_from_json, zoo
 
 RN = zoo.NEAREST
 FRESH = RN.replace(rotation=Rotation(128, Signs.WGRAD))
@@ -93,6 +94,20 @@ def test_combine_takes_each_gemm_from_its_recipe() -> None:
         nvfp4.casts("weight").columnwise,
     )
     assert hybrid.grad_output == nvfp4.casts("grad_output")
+
+
+def test_combine_accepts_the_bias_that_its_recipes_accept() -> None:
+    biased = zoo.make("nvfp4_4over6_stochastic")
+    assert combine(LinearRecipe(), biased).grad_output == biased.casts("grad_output")
+    assert combine(biased, biased).allow_biased and not combine(zoo.make("nvfp4"), LinearRecipe()).allow_biased
+
+
+@pytest.mark.parametrize("recipe", [CustomRecipe(qfactory=make_quantizer), RuledRecipe(LinearRecipe())])
+def test_combine_names_the_recipe_whose_casts_depend_on_the_module(recipe) -> None:
+    with pytest.raises(ValueError, match="forward must be a recipe that casts alike in all modules, got"):
+        combine(recipe, LinearRecipe())
+    with pytest.raises(ValueError, match="backward must be a recipe that casts alike in all modules, got"):
+        combine(LinearRecipe(), recipe)
 
 
 def test_json_names_what_is_wrong() -> None:
