@@ -288,6 +288,8 @@ def test_gradients_and_states_that_do_not_fit_are_refused_by_name() -> None:
     saved["state"][0]["momentum_buffer"] = torch.ones(4, 2)
     with pytest.raises(ValueError, match="state_dict has 'momentum_buffer'; states of Adam are exp_avg, "):
         optimizer.load_state_dict(saved)
+    saved = optimizer.state_dict()
+    assert saved["state"][0]["exp_avg"].any() and saved["param_groups"][0]["step"] == 1
 
 
 def test_remainders_and_parameters_are_the_masters() -> None:

@@ -361,10 +361,9 @@ class FusedAdam(ZeroGrad, torch.optim.Adam):
             group.pop("step", None)
             if counts:
                 group["step"] = counts.pop()
-        super().load_state_dict({**state_dict, "state": {}, "param_groups": groups})  # raises for other groups
         names = [name for group in groups for name in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]
-        for name, param in zip(names, params, strict=True):
+        for name, param in zip(names, params, strict=False):  # groups of other sizes are refused below
             for key, value in states.get(name, {}).items():
                 shape, own = _local(torch.as_tensor(value)).shape, _local(param).shape
                 if key not in self.name_to_dtype_map:
@@ -377,6 +376,7 @@ class FusedAdam(ZeroGrad, torch.optim.Adam):
                     "state_dict has the remainders of BF16 parameters' master weights ('master_param' of torch.int16); "
                     "give FusedAdam store_param_remainders=True and master_weights=True, and BF16 parameters"
                 )
+        super().load_state_dict({**state_dict, "state": {}, "param_groups": groups})
         for name, param in zip(names, params, strict=True):
             for key, value in states.get(name, {}).items():
                 tensor = _local(torch.as_tensor(value).detach()).to(param.device)
