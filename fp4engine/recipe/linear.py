@@ -226,8 +226,8 @@ def combine(forward: Recipe, backward: Recipe) -> LinearRecipe:
     made of; with ``rowwise_dequantized`` that is what ``forward`` saved. ``allow_biased`` of either holds.
 
     Raises:
-        ValueError: no recipe, one whose casts depend on the module or the step, or that scales by earlier steps; two different backends or
-            accumulations.
+        ValueError: no recipe, one whose casts depend on the module or the step, or that scales by earlier steps; two
+            different backends or accumulations.
     """
     require_recipes(forward=forward, backward=backward)
     for name, recipe in (("forward", forward), ("backward", backward)):
