@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 from fp4engine import ops
 from fp4engine.accounting import ConversionPlan
 from fp4engine.arguments import is_number, require_bool, require_dense, require_model, require_one_of, shown
-from fp4engine.convert import convert
+from fp4engine.convert import convert, revert
 from fp4engine.formats import CastSpec
 from fp4engine.frozen_weights import StoredWeights, describe_stored, quantize_weights
 from fp4engine.functional.cast import require_castable
@@ -71,7 +71,8 @@ def prepare(
     Raises:
         ValueError: ``inputs`` or ``tiles`` is not a bool; ``clip`` is not in (0, 1]; one is given beside ``recipe``; a
             recipe that takes no ``backward_override="dequantized"``; scales to learn of a weight that the recipe does
-            not cast to NVFP4 under one outer scale; what ``convert`` refuses.
+            not cast to NVFP4 under one outer scale; what ``convert`` refuses. A model that followed no recipe before is
+            then what it was.
 
     Warns:
         UserWarning: ``learn`` is given, and the model has experts or ``Conv1D``, which keep the scales of their amaxes.
@@ -103,9 +104,15 @@ def prepare(
     groups = sibling_groups(linears, shared_scales)
     if groups:
         recipe = share_amax(model, recipe, shared_scales)
+    is_plain = not any(isinstance(module, Gemms) for module in model.modules())
     plan = convert(model, recipe, keep_high_precision=keep_high_precision)
     if learned:
-        _learn(model, groups, learned)
+        try:
+            _learn(model, groups, learned)
+        except ValueError:
+            if is_plain:
+                revert(model)
+            raise
     return plan
 
 

@@ -192,8 +192,13 @@ def test_what_has_no_scales_to_learn_is_refused() -> None:
         with pytest.raises(ValueError, match=words):
             qat.prepare(nn.Sequential(nn.Linear(32, 32)), recipe, learn="block")
     qat.prepare(nn.Sequential(nn.Linear(32, 32)), NVFP4BlockScaling(), learn="block")
+    ragged, x = nn.Sequential(nn.Linear(24, 32), nn.Linear(32, 32)), torch.randn(3, 24)
+    before = ragged(x)
     with pytest.raises(ValueError, match="whole blocks of 16, and '0' has in_features=24"):
-        qat.prepare(nn.Sequential(nn.Linear(24, 32)), learn="block")
+        qat.prepare(ragged, learn="block")
+    assert torch.equal(ragged(x), before)
+    qat.prepare(ragged, learn="block", keep_high_precision=["0"])
+    assert next(name for name, _ in ragged.named_parameters() if name.endswith("block")).startswith("1.")
     for learn in ("all", ["block", "input"], 3, None):
         with pytest.raises(ValueError, match="learn must be"):
             qat.prepare(nn.Sequential(nn.Linear(32, 32)), learn=learn)
