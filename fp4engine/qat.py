@@ -153,8 +153,8 @@ def finalize(model: nn.Module) -> StoredWeights:
     The model then evaluates to what a server computes, and is ready for ``export_checkpoint``.
 
     Raises:
-        ValueError: no module was converted, see :func:`fp4engine.quantize_weights`; a learned scale, or a weight under
-            one, holds a NaN or an Inf. The model is then what it was.
+        ValueError: no module was converted, see :func:`fp4engine.quantize_weights`; a learned scale or a weight holds a
+            NaN or an Inf. The model is then what it was.
     """
     require_model(model)
     found = {name: (module, scales_of(module)) for name, module in model.named_modules()}
@@ -163,6 +163,11 @@ def finalize(model: nn.Module) -> StoredWeights:
         return quantize_weights(model)
     made = {name: _stored(name, *each) for name, each in learned.items()}
     before = sum(parameter.nbytes for parameter in model.parameters())
+    names, left_alone = tuple(f"{name}.weight" for name in made), dict[str, str]()
+    others = [place for name, place in weight_places(model).items() if name not in made]
+    if any(_quantizer(place.gemms[0], "weight").rowwise_spec is not None for place in others):
+        rest = quantize_weights(model)  # before anything is replaced, since it may refuse a weight
+        names, left_alone = (*names, *rest.quantized), {k: v for k, v in rest.left_alone.items() if k not in made}
     for name, (module, scales) in learned.items():
         shared: Any = type(module)  # with copies of the module, and PyTorch removes the weight from it
         own: Any = type(shared.__name__, shared.__bases__, dict(vars(shared)))
@@ -170,13 +175,7 @@ def finalize(model: nn.Module) -> StoredWeights:
         parametrize.remove_parametrizations(module, "weight", leave_parametrized=False)
         module.weight = nn.Parameter(made[name], requires_grad=False)
         module.recipe = scales.recipe
-    names, left_alone = tuple(f"{name}.weight" for name in made), dict[str, str]()
-    others = [place for name, place in weight_places(model).items() if name not in made]
-    if any(_quantizer(place.gemms[0], "weight").rowwise_spec is not None for place in others):
-        rest = quantize_weights(model)
-        names, left_alone = (*names, *rest.quantized), {k: v for k, v in rest.left_alone.items() if k not in made}
-    else:
-        describe_stored(model)
+    describe_stored(model)
     return StoredWeights(names, left_alone, before, sum(parameter.nbytes for parameter in model.parameters()))
 
 

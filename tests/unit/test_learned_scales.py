@@ -166,6 +166,12 @@ def test_experts_keep_the_scales_of_their_amaxes_and_are_named() -> None:
         qat.prepare(model, learn="block", keep_high_precision=["lm_head"])
     with torch.no_grad():
         trained = model(tokens()).logits
+        down = model.model.layers[0].mlp.experts.down_proj
+        kept, down[0, 0, 0] = float(down[0, 0, 0]), torch.nan
+        with pytest.raises(ValueError, match="holds a NaN"):
+            qat.finalize(model)
+        assert qat.parameter_groups(model, 1e-3)  # the scales that it learned are there still
+        down[0, 0, 0] = kept
         stored = qat.finalize(model)
         torch.testing.assert_close(model(tokens()).logits, trained, rtol=1e-5, atol=1e-5)
     assert len(stored.quantized) == 8 + 4
