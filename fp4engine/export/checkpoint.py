@@ -255,14 +255,15 @@ def export_checkpoint(
     notes = {} if is_read else faults
     _require_readable([f"{name!r}: {why}" for name, why in notes.items()], force)
     with whole_directory(target) as made, Slabs() as slabs:
+        # First what takes no time and may be refused: a tokenizer that is not there, generation settings in conflict.
+        for name, data in configuration.items():
+            write_json(made / name, data)
+        _copy_companions(made, model, tokenizer)
         writer = ShardWriter(made, max_shard_size)
         entries = _write(writer, form, layers, kinds, inputs, tensors, slabs, progress, notes)
         for name, scale in caches.items():
             writer.add(name, scale)
         writer.finish()
-        for name, data in configuration.items():
-            write_json(made / name, data)
-        _copy_companions(made, model, tokenizer)
         checkpoint = ServedCheckpoint(made)
         if verify is not False:
             compare(checkpoint, layers, left_alone, tensors, slabs, progress)

@@ -532,6 +532,17 @@ def test_tokenizers_and_generation_settings_go_along(tmp_path) -> None:
     }
 
 
+def test_what_may_be_refused_beside_the_weights_is_refused_before_they_are_cast(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("fp4engine.export.checkpoint.encode", lambda *arguments: pytest.fail("hours are lost"))
+    with pytest.raises(ValueError, match="tokenizer must be a directory with a tokenizer's files"):
+        export_checkpoint(converted(), tmp_path / "out", tokenizer=tmp_path)
+    model = converted()
+    model.generation_config.temperature = 0.5  # without do_sample, which transformers refuses to save
+    with pytest.raises(ValueError, match="GenerationConfig is invalid"):
+        export_checkpoint(model, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("moment", ["encode", "write_json", "compare", "save_file"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_an_interrupted_export_leaves_nothing(tmp_path, monkeypatch, moment, error) -> None:
