@@ -80,7 +80,7 @@ class LearnedScales(nn.Module):
     def operand(self, weight: Tensor) -> Operand:
         """Codes and scales of a weight [N, K]: what :meth:`forward` decodes."""
         codes, scales, _ = _cast(weight, self.block, self.outer, self.spec)
-        amax = self.outer.exp2().float()
+        amax = self.outer.float().exp2()
         rows, cols = weight.shape
         return Operand(self.spec, rows, cols, pack(codes), scales.to(torch.float8_e4m3fn), amax)
 

@@ -177,6 +177,18 @@ def test_experts_keep_the_scales_of_their_amaxes_and_are_named() -> None:
     assert len(stored.quantized) == 8 + 4
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scales_in_16_bits_are_stored_as_they_were_multiplied(dtype: torch.dtype) -> None:
+    model = nn.Sequential(nn.Linear(32, 16))
+    qat.prepare(model, inputs=False, learn=("block", "outer"))
+    model.to(dtype)
+    with torch.no_grad():
+        model[0].parametrizations.weight[0].outer.fill_(-2.703125)
+    trained = model[0].weight.detach()
+    qat.finalize(model)
+    assert torch.equal(model[0].weight.dequantize(), trained)
+
+
 def test_a_model_trains_on_when_a_copy_was_finalized() -> None:
     """A deep copy shares the class that PyTorch made, and lost its weight when that was removed from the copy."""
     model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 16))
