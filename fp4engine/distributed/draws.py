@@ -6,6 +6,7 @@ from torch import nn
 
 from fp4engine.arguments import require_integer, require_model
 from fp4engine.modules import Gemms, GroupedLinear
+from fp4engine.ops.rng import MOST_RANK
 
 
 def draw_by_layer(model: nn.Module, replica: int, *, prefix: str = "", first_expert: int = 0) -> tuple[str, ...]:
@@ -27,13 +28,14 @@ def draw_by_layer(model: nn.Module, replica: int, *, prefix: str = "", first_exp
         The names by which layers draw.
 
     Raises:
-        ValueError: ``replica`` or ``first_expert`` is not an integer of at least 0; the model has no layer of
-            fp4engine's; a layer has no name; or two layers have the same.
+        ValueError: ``replica`` is not an integer from 0 to 2^24 - 1, or ``first_expert`` none of at least 0; the model
+            has no layer of fp4engine's; a layer has no name; or two layers have the same.
     """
     require_model(model)
     if not isinstance(prefix, str):
         raise ValueError(f"prefix must be a string, got {prefix!r}")
-    replica, first_expert = require_integer("replica", replica, 0), require_integer("first_expert", first_expert, 0)
+    replica = require_integer("replica", replica, 0, MOST_RANK)
+    first_expert = require_integer("first_expert", first_expert, 0)
     index = {
         id(gemms): f".{first_expert + i}"
         for module in model.modules()

@@ -29,6 +29,8 @@ from fp4engine.constants import KEY_STEP
 from fp4engine.private import constant_when_traced
 
 _RANK_SHIFT = 8
+MOST_RANK = (1 << 32 - _RANK_SHIFT) - 1
+"""The largest rank that a stream id has bits for."""
 _DRAWS = 1 << 63
 """A draw number is an int64 that is not negative."""
 
@@ -395,7 +397,7 @@ def rank_bits(rank: int | None = None) -> int:
         ValueError: ``rank`` is no integer that the id has bits for.
     """
     if rank is not None:
-        return require_integer("rank", rank, 0, (1 << 32 - _RANK_SHIFT) - 1) << _RANK_SHIFT
+        return require_integer("rank", rank, 0, MOST_RANK) << _RANK_SHIFT
     if not (_HAS_DISTRIBUTED and torch.distributed.is_initialized()):
         return 0
     return torch.distributed.get_rank() << _RANK_SHIFT

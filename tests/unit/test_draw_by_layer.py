@@ -139,8 +139,9 @@ def test_what_has_no_name_of_its_own_is_refused():
     twice = torch.nn.Sequential(*(fp4engine.Linear(32, 32, name="up") for _ in range(2)))
     with pytest.raises(ValueError, match="several layers have the name up, and would draw the same bits"):
         draw_by_layer(twice, 0)
-    for replica in (-1, True, None):
-        with pytest.raises(ValueError, match=re.escape(f"replica must be an integer of at least 0, got {replica}")):
+    for replica in (-1, True, None, 1 << 24):
+        said = re.escape(f"replica must be an integer from 0 to 16,777,215, got {replica}")
+        with pytest.raises(ValueError, match=said):
             draw_by_layer(make_model(), replica)
 
 
