@@ -3,7 +3,7 @@
 import gc
 import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pkgutil import iter_modules
 from types import SimpleNamespace
@@ -89,8 +89,9 @@ def storage_of(pointer: torch.Tensor | int) -> torch.UntypedStorage:
     for found in gc.get_objects():
         if type(found) in (torch.Tensor, torch.nn.Parameter) and not found.is_meta:
             storage = found.untyped_storage()
-            if storage.data_ptr() <= pointer < storage.data_ptr() + max(storage.nbytes(), 1):
-                return storage
+            with suppress(RuntimeError):  # a functional tensor, which something compiled has left, has no memory
+                if storage.data_ptr() <= pointer < storage.data_ptr() + max(storage.nbytes(), 1):
+                    return storage
     raise ValueError(f"no tensor lies at {pointer:#x}")
 
 
