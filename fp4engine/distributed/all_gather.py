@@ -1,6 +1,5 @@
 """FSDP2 with weights that are gathered as FP4 codes: which weights, and how."""
 
-import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ from fp4engine.functional import LinearPlan
 from fp4engine.modules import Gemms, GroupedLinear, LayerNormMLP, Linear, QuantizedWeight
 from fp4engine.modules.borrowed import BorrowedGroupedLinear, BorrowedLinear
 from fp4engine.modules.split_linear import SplitLinear
-from fp4engine.ops.reduce import ranges
+from fp4engine.ops.reduce import digest_of, ranges
 from fp4engine.private import local_tensor, set_local_tensor
 from fp4engine.recipe import Recipe
 from fp4engine.recipe.base import require_recipe
@@ -142,8 +141,7 @@ def _require_alike(found: list[GatheredAs], gatherable: list[GatherableWeight], 
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     device = str(accelerator or "cpu") if mesh is None else mesh.device_type
     sent = [(weight.spec.key, getattr(weight.module, weight.parameter).dtype) for weight in gatherable]
-    digest = hashlib.blake2b(repr((found, sent)).encode(), digest_size=8).digest()
-    ((least, largest),) = ranges([int.from_bytes(digest, "little", signed=True)], groups, device)
+    ((least, largest),) = ranges([digest_of((found, sent))], groups, device)
     if least != largest:
         casts = ", ".join(dict.fromkeys(weight.spec.label for weight in gatherable)) or "none"
         raise ValueError(

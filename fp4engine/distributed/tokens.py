@@ -5,7 +5,6 @@ tokens, so ranks need no collective but the one that sends the rows. In NVFP4 a 
 and four bytes.
 """
 
-import hashlib
 from collections.abc import Sequence
 from math import prod
 from typing import Any
@@ -20,7 +19,7 @@ from fp4engine import ops
 from fp4engine.arguments import require_integer, shown
 from fp4engine.formats import CastSpec, Correction, Outer
 from fp4engine.ops.cast import amax_shape
-from fp4engine.ops.reduce import ranges
+from fp4engine.ops.reduce import digest_of, ranges
 from fp4engine.private import constant_when_traced
 from fp4engine.quantizers import Quantizer
 from fp4engine.quantizers.base import FLOATS
@@ -184,8 +183,7 @@ def _require_same_rows(names: str, device: str, dtype: str, width: int | None, c
     if (dtype, cast, grad_cast) in known:
         return
     facts = {"dtype": dtype, "width": width, "quantizer": cast, "grad_quantizer": grad_cast}
-    digests = [hashlib.blake2b(repr(fact).encode(), digest_size=8).digest() for fact in facts.values()]
-    found = ranges([int.from_bytes(digest, "little", signed=True) for digest in digests], (group,), device)
+    found = ranges([digest_of(fact) for fact in facts.values()], (group,), device)
     odd = [name for name, (least, most) in zip(facts, found, strict=True) if least != most]
     if odd:
         raise ValueError(

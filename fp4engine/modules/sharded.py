@@ -11,7 +11,6 @@
 Every rank then casts its part as one process would cast the whole, see :mod:`fp4engine.functional.shards`.
 """
 
-import hashlib
 import sys
 from collections.abc import Sequence
 from math import lcm, prod
@@ -28,7 +27,7 @@ from fp4engine.functional import LinearPlan
 from fp4engine.functional.fused_input import FusedInput
 from fp4engine.functional.shards import Shard, Shards, Wholes
 from fp4engine.modules.quantized_weight import QuantizedWeight
-from fp4engine.ops.reduce import ranges
+from fp4engine.ops.reduce import digest_of, ranges
 from fp4engine.ops.rng import current_seed
 from fp4engine.private import constant_when_traced
 from fp4engine.quantizers import Quantizer
@@ -337,8 +336,7 @@ def _agreed(names: str, device: str, name: str, layer: str, casts: str, facts: t
     key, compiled = (names, layer, casts, draws), (names, "", casts, draws)
     if key not in known and compiled not in known:
         seed = current_seed() if draws else 0
-        digest = hashlib.blake2b(repr((layer, casts, facts)).encode(), digest_size=8).digest()
-        does = int.from_bytes(digest, "little", signed=True)
+        does = digest_of((layer, casts, facts))
         (least_seed, seeds), (least, most), (rank, _) = ranges([seed, does, dist.get_rank()], groups, device)
         if least != most:
             weight, shape, inp, rows = facts
