@@ -533,14 +533,12 @@ def _rebuild(
 ) -> Tensor:
     """Inverse of :meth:`QuantizedWeight.__reduce_ex__`, and the only function that pickled weights refer to.
 
-    Earlier files have the tensors themselves.
-
     Raises:
         ValueError: a weight of this shape and these casts has tensors of other shapes or dtypes.
     """
     columnwise_spec = None if columnwise is None else CastSpec.from_key(columnwise)
     quantizer = Quantizer(CastSpec.from_key(rowwise), columnwise_spec, columnwise_source, stream, backend)
-    tensors = tuple(item if isinstance(item, Tensor) else from_pickle(item) for item in tensors)
+    tensors = tuple(map(from_pickle, tensors))
     require_stored(tensors, shape, dtype, quantizer, transposed)
     weight = QuantizedWeight(quantizer, shape, dtype, tensors, transposed)
     weight.is_frozen = is_frozen

@@ -172,9 +172,9 @@ def for_pickles(tensor: Tensor | None) -> Pickled:
     return (tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor), tensor.dtype
 
 
-def from_pickle(pickled: Pickled) -> Tensor | None:
-    """Inverse of :func:`for_pickles`."""
-    return None if pickled is None else pickled[0].view(pickled[1])
+def from_pickle(pickled: Pickled | Tensor) -> Tensor | None:
+    """Inverse of :func:`for_pickles`; files from before it have the tensor itself."""
+    return pickled[0].view(pickled[1]) if isinstance(pickled, tuple) else pickled
 
 
 def _unpickled(spec: CastSpec | None, rows: int, cols: int, *tensors: Pickled) -> Operand:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fp4engine.formats import CastSpec
+from fp4engine.ops.operand import for_pickles, from_pickle
 from fp4engine.te.pytorch.layout import remember, remembered
 from fp4engine.tensor import Operand
 from fp4engine.tensor import QuantizedTensor as Operands
@@ -245,10 +246,7 @@ class QuantizedTensorStorage:
     def _pickled(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The metadata, and what is remembered of the tensors, for a pickle."""
         sources = {name: remembered(tensor) for name, tensor in self._tensors().items() if tensor is not None}
-        # As bytes, and not on the tensors: PyTorch does not read a pickle of E8M0.
-        kept = {
-            name: (source.view(torch.uint8), source.dtype) for name, source in sources.items() if source is not None
-        }
+        kept = {name: for_pickles(source) for name, source in sources.items() if source is not None}
         metadata = self.get_metadata().items()
         return {name: value.detach() if isinstance(value, Tensor) else value for name, value in metadata}, kept
 
@@ -526,9 +524,11 @@ def rebuild_storage(
 
 
 def with_kept(made: Any, kept: dict[str, Any]) -> Any:
-    """``made``, whose tensors remember what is ``kept``, as bytes and their dtype; earlier files have it as tensors."""
-    for name, source in kept.items():
-        remember(getattr(made, name), source if isinstance(source, Tensor) else source[0].view(source[1]))
+    """``made``, whose tensors remember what is ``kept`` of them, as :func:`for_pickles` has it."""
+    for name, pickled in kept.items():
+        source = from_pickle(pickled)
+        assert source is not None
+        remember(getattr(made, name), source)
     return made
 
 
