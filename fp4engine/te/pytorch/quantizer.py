@@ -90,12 +90,14 @@ class Quantizer(Value):
         Raises:
             TypeError: a process group is among them, which lives in this process alone.
         """
-        if getattr(self, "amax_reduction_group", None) is not None:
-            raise TypeError(
-                f"{type(self).__name__} with an amax_reduction_group cannot be pickled, since a process group lives in "
-                "its process alone; set the group to None first"
-            )
+        self._require_no_group(
+            "cannot be pickled, since a process group lives in its process alone; set the group to None first"
+        )
         return vars(self)
+
+    def _require_no_group(self, why: str) -> None:
+        if getattr(self, "amax_reduction_group", None) is not None:
+            raise TypeError(f"{type(self).__name__} with an amax_reduction_group {why}")
 
     def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
         """Choose which sides to make from now on; None does not change a side's setting."""
@@ -323,11 +325,9 @@ class Quantizer(Value):
         Raises:
             TypeError: a process group is among them, which lives in this process alone.
         """
-        if getattr(self, "amax_reduction_group", None) is not None:
-            raise TypeError(
-                f"{type(self).__name__} with an amax_reduction_group is no value: torch.compile cannot keep a process "
-                "group in a graph; set the group to None"
-            )
+        self._require_no_group(
+            "is no value: torch.compile cannot keep a process group in a graph; set the group to None"
+        )
         settings = {name: id(value) if isinstance(value, Tensor) else value for name, value in vars(self).items()}
         return type(self).__qualname__, tuple(sorted(settings.items()))
 
