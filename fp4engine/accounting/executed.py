@@ -14,7 +14,6 @@ from fp4engine.accounting.planned import (
     is_never_called,
     linear_modules,
     other_matrices,
-    parametrization_of,
     plan_module,
 )
 from fp4engine.accounting.table import collapsed, patterns_for, table
@@ -23,6 +22,7 @@ from fp4engine.functional import ExecutedGemms
 from fp4engine.functional.plan import HIGH_PRECISION
 from fp4engine.modules import Gemms, GroupedLinear, Linear
 from fp4engine.modules.identity import known_names, require_paths, require_rules
+from fp4engine.modules.learned_scales import parametrization_of
 from fp4engine.names import covers
 from fp4engine.recipe import Recipe
 from fp4engine.recipe.base import require_recipe

@@ -7,11 +7,9 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from fp4engine.accounting.table import collapsed, table
 from fp4engine.formats import E2M1, TWO_E2M1
@@ -19,6 +17,7 @@ from fp4engine.functional import make_linear_plan
 from fp4engine.functional.plan import HIGH_PRECISION
 from fp4engine.modules import Gemms, GroupedLinear, LayerNormMLP
 from fp4engine.modules.borrowed import BorrowedGroupedLinear, BorrowedLinear
+from fp4engine.modules.learned_scales import parametrization_of
 from fp4engine.modules.torch_attention import TorchMultiheadAttention
 from fp4engine.recipe import Recipe
 from fp4engine.roles import GEMMS
@@ -147,14 +146,6 @@ def linear_modules(model: nn.Module) -> Iterator[tuple[str, nn.Linear | Gemms]]:
             yield name, first
         elif isinstance(module, nn.Linear) or (isinstance(module, Gemms) and module.module_type == "linear"):
             yield name, module
-
-
-def parametrization_of(module: nn.Module) -> ParametrizationList | None:
-    """What computes the weight of ``module`` at each use; None if it is a parameter."""
-    if not is_parametrized(module, "weight"):
-        return None
-    chain: Any = module.parametrizations
-    return chain["weight"]
 
 
 def other_matrices(model: nn.Module) -> dict[str, PlannedMatrix]:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import is_parametrized
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from fp4engine.constants import E2M1_MAX, E4M3_MAX
 from fp4engine.formats import E2M1, CastSpec, RoundingMode
@@ -87,11 +87,17 @@ class LearnedScales(nn.Module):
 
 def scales_of(module: nn.Module) -> LearnedScales | None:
     """Those that the weight of ``module`` learns; None if it learns none."""
+    chain = parametrization_of(module)
+    last = None if chain is None else chain[-1]
+    return last if isinstance(last, LearnedScales) else None
+
+
+def parametrization_of(module: nn.Module) -> ParametrizationList | None:
+    """What computes the weight of ``module`` at each use; None if it is a parameter."""
     if not is_parametrized(module, "weight"):
         return None
     chain: Any = module.parametrizations
-    (*_, last) = chain["weight"]
-    return last if isinstance(last, LearnedScales) else None
+    return chain["weight"]
 
 
 def _cast(weight: Tensor, block: Tensor, outer: Tensor, spec: CastSpec) -> tuple[Tensor, Tensor, Tensor]:
