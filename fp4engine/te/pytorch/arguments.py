@@ -3,10 +3,13 @@
 What is bound is a dictionary, which goes on to fp4engine's module less what only TransformerEngine has.
 """
 
-import ast
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
+
+from fp4engine.arguments import require_integer, require_member, require_one_of
+from fp4engine.modules.te_arguments import refuse
+from fp4engine.te.pytorch.constants import GemmParallelModes
 
 ONE_RANK = "tp_size", "tp_group", "parallel_mode", "symmetric_ar_type"
 """Arguments that would spread a layer, whose values are checked."""
@@ -34,20 +37,12 @@ class Arguments:
     """The arguments of one function.
 
     Args:
-        text: as they would stand in its definition: names in order, each with the constant that it is unless it is
-            given. What follows ``*`` is given by name only, and is fp4engine's own.
+        text: as they would stand in its definition, with constants as defaults. What follows ``*`` is fp4engine's own.
     """
 
     def __init__(self, text: str) -> None:
-        kind, parameters = inspect.Parameter.POSITIONAL_OR_KEYWORD, list[inspect.Parameter]()
-        for part in text.split(","):
-            name, is_optional, default = (word.strip() for word in part.partition("="))
-            if name == "*":
-                kind = inspect.Parameter.KEYWORD_ONLY
-            else:
-                value = ast.literal_eval(default) if is_optional else inspect.Parameter.empty
-                parameters.append(inspect.Parameter(name, kind, default=value))
-        self.signature = inspect.Signature(parameters)
+        self.signature = inspect.signature(eval(f"(lambda {text}: None)"))
+        parameters = self.signature.parameters.values()
         self._places = [p.name for p in parameters if p.kind is not inspect.Parameter.KEYWORD_ONLY]
         self._defaults = {p.name: p.default for p in parameters}
         self._required = [p.name for p in parameters if p.default is inspect.Parameter.empty]
@@ -90,8 +85,41 @@ class Placed:
             cls.__signature__ = cls._arguments.signature  # pyright: ignore[reportAttributeAccessIssue]
 
     def _bound(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The constructor's arguments by name."""
-        return self._arguments.bind(type(self).__name__, args, kwargs)
+        """The constructor's arguments by name.
+
+        Raises:
+            NotImplementedError, ValueError: as :func:`require_one_rank`.
+            TypeError: as :meth:`Arguments.bind`.
+        """
+        kind = type(self).__name__
+        given = self._arguments.bind(kind, args, kwargs)
+        require_one_rank(kind, **{name: given[name] for name in ONE_RANK if name in given})
+        return given
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Accept a group of one rank.
+
+        Raises:
+            NotImplementedError: a larger one.
+        """
+        require_one_rank(type(self).__name__, tp_group=tp_group)
+
+
+def require_one_rank(kind: str, **arguments: Any) -> None:
+    """Refuse arguments that would spread a layer over several ranks.
+
+    Raises:
+        NotImplementedError: there are several ranks, or ``symmetric_ar_type``.
+        ValueError: a size, a group or a mode that is none.
+    """
+    size, group = require_integer("tp_size", arguments.get("tp_size", 1), 1), arguments.get("tp_group")
+    if group is not None:
+        require_member("tp_group", group)
+        size = max(size, group.size())
+    if size != 1:
+        raise NotImplementedError(f"{kind}(tp_size={size}) is not implemented: a layer lies on one rank; leave it at 1")
+    require_one_of("parallel_mode", arguments.get("parallel_mode"), GemmParallelModes)
+    refuse(kind, symmetric_ar_type=(arguments.get("symmetric_ar_type"), None))
 
 
 def rest_of(given: dict[str, Any], *names: str) -> dict[str, Any]:

@@ -9,10 +9,9 @@ from fp4engine.arguments import require_one_of
 from fp4engine.functional.attention import rotary_pair
 from fp4engine.modules.attention import L2Normalization
 from fp4engine.modules.inputs import cast_by_autocast
-from fp4engine.te.pytorch.arguments import Arguments, Placed, rest_of
-from fp4engine.te.pytorch.base import require_one_rank
+from fp4engine.te.pytorch.arguments import Arguments, rest_of
 from fp4engine.te.pytorch.constants import QKV_FORMATS
-from fp4engine.te.pytorch.dot_product_attention import DotProductAttention, OnOneRank, plain_kind
+from fp4engine.te.pytorch.dot_product_attention import DotProductAttention, OneContext, plain_kind
 from fp4engine.te.pytorch.inference import InferenceParams
 from fp4engine.te.pytorch.module import LayerNormLinear, Linear
 from fp4engine.te.pytorch.norm import LayerNorm, RMSNorm
@@ -45,7 +44,7 @@ FORWARD = Arguments("""hidden_states, attention_mask=None, encoder_output=None, 
     max_seqlen_kv=None, fast_zero_fill=True, pad_between_seqs=None""")
 
 
-class MultiheadAttention(Placed, OnOneRank, modules.MultiheadAttention):
+class MultiheadAttention(OneContext, modules.MultiheadAttention):
     """:class:`fp4engine.MultiheadAttention` with all positional arguments and formats of TransformerEngine's.
 
     Args:
@@ -72,7 +71,6 @@ class MultiheadAttention(Placed, OnOneRank, modules.MultiheadAttention):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = self._bound(args, kwargs)
-        require_one_rank("MultiheadAttention", tp_size=given["tp_size"], tp_group=given["tp_group"])
         layout, name = given["qkv_format"], given["name"]
         require_one_of("qkv_format", layout, QKV_FORMATS)
         kind = given["attn_mask_type"] = plain_kind(given["attn_mask_type"])

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp4engine.arguments import require_callable, require_integer, require_member, require_one_of, shown
+from fp4engine.arguments import require_callable, shown
 from fp4engine.functional.fused_input import FusedInput
 from fp4engine.modules.gemms import Gemms
 from fp4engine.modules.inputs import cast_by_autocast
@@ -22,8 +22,7 @@ from fp4engine.roles import QuantizerRole as FrozenRole
 from fp4engine.state import AutocastState
 from fp4engine.te.common.recipe import answered, as_frozen
 from fp4engine.te.pytorch import regions
-from fp4engine.te.pytorch.arguments import ONE_RANK, Placed, rest_of
-from fp4engine.te.pytorch.constants import GemmParallelModes
+from fp4engine.te.pytorch.arguments import Placed, rest_of
 from fp4engine.te.pytorch.custom_recipes.gemm import custom_linear
 from fp4engine.te.pytorch.delayed_wgrad import DelayWgrad, Run
 from fp4engine.te.pytorch.extra_state import ExtraState
@@ -62,7 +61,7 @@ def _role(tensor: str, doc: str) -> property:
         require_role(f"{tensor}_quantizer_role", role)
         if role != read(module):
             setattr(module, f"_{tensor}_role", role)
-            module._is_current = False
+            module.fp8_meta_tensors_initialized = False
 
     return property(read, write, doc=doc)
 
@@ -73,6 +72,7 @@ class TransformerEngineBaseModule(Placed, ExtraState):
     Attributes:
         tp_size: 1, since parts of a layer are not spread over ranks.
         sequence_parallel: False, for the same reason.
+        fp8_meta_tensors_initialized: whether :attr:`fp8_meta` belongs to the present recipe and roles.
     """
 
     tp_size = 1
@@ -85,7 +85,7 @@ class TransformerEngineBaseModule(Placed, ExtraState):
     _stored_by: Recipe | None = None
     _preserves = False
     _states: ModuleStates | None = None
-    _is_current = False
+    fp8_meta_tensors_initialized = False
     _is_watched = False
     _draws = False
     _output_role: QuantizerRole | None = None
@@ -97,7 +97,6 @@ class TransformerEngineBaseModule(Placed, ExtraState):
     def _construct(self, given: dict[str, Any]) -> None:
         """Construct fp4engine's module by the arguments ``given``, less what only TransformerEngine has."""
         torch.nn.Module.__init__(self)
-        require_one_rank(type(self).__name__, **{name: given[name] for name in ONE_RANK if name in given})
         tracker, state = given["get_rng_state_tracker"], given.get("rng_tracker_name")
         if tracker is not None:
             require_callable("get_rng_state_tracker", tracker)
@@ -149,14 +148,6 @@ class TransformerEngineBaseModule(Placed, ExtraState):
     def fast_setattr(self, name: str, value: Any) -> None:
         """Set an attribute."""
         setattr(self, name, value)
-
-    def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Accept a group of one rank.
-
-        Raises:
-            NotImplementedError: a larger one.
-        """
-        require_one_rank(type(self).__name__, tp_group=tp_group)
 
     def need_backward_dw(self) -> bool:
         """Whether :meth:`backward_dw` has anything to do with this module."""
@@ -249,18 +240,18 @@ class TransformerEngineBaseModule(Placed, ExtraState):
         Raises:
             RuntimeError: weights are stored by another recipe.
         """
-        if self._ran_by is frozen and self._is_current:
+        if self._ran_by is frozen and self.fp8_meta_tensors_initialized:
             return
         if self._ran_by is not None and type(self._ran_by) is not type(frozen):
             old, new = type(self._ran_by).__name__, type(frozen).__name__
             warnings.warn(f"Recipe type changed from {old} to {new}; scales start anew", stacklevel=5)
         if self._ran_by != frozen:
             self._check_stored(frozen)
-            self._is_current = False
+            self.fp8_meta_tensors_initialized = False
         self._ran_by = frozen
-        if not self._is_current and (frozen.custom() or self._is_watched):
+        if not self.fp8_meta_tensors_initialized and (frozen.custom() or self._is_watched):
             self.init_fp8_meta_tensors(FP8GlobalStateManager.get_fp8_recipe())
-        self._is_current = True
+        self.fp8_meta_tensors_initialized = True
         self._draws = any(map(_draws, self._quantizers_by(frozen)))
         if self.save_original_input and torch.is_grad_enabled():
             self._check_saved_input()
@@ -316,20 +307,11 @@ class TransformerEngineBaseModule(Placed, ExtraState):
                 stacklevel=6,
             )
 
-    @property
-    def fp8_meta_tensors_initialized(self) -> bool:
-        """Whether :attr:`fp8_meta` belongs to the present recipe and roles."""
-        return self._is_current
-
-    @fp8_meta_tensors_initialized.setter
-    def fp8_meta_tensors_initialized(self, value: bool) -> None:
-        self._is_current = value
-
     def init_fp8_meta_tensors(self, recipe: AnyRecipe) -> None:
         """Make :attr:`fp8_meta` and :attr:`quantizers` for ``recipe``; tensors of the same shape are kept."""
         roles = {key: self.get_quantizer_roles(fwd=mode == "forward", num_quantizers=0) for key, mode in MODES.items()}
         self._states = ModuleStates(recipe, roles, self._states)
-        self._is_current = True
+        self.fp8_meta_tensors_initialized = True
 
     def get_quantizer_roles(self, *, fwd: bool, num_quantizers: int) -> list[QuantizerRole | None]:
         """The roles of the tensors of one pass; output and input gradient have those that were set."""
@@ -369,7 +351,7 @@ class TransformerEngineBaseModule(Placed, ExtraState):
     def _made(self) -> ModuleStates:
         self._is_watched = True
         by = FP8GlobalStateManager.get_fp8_recipe() if self._ran_by is None else self._ran_by
-        if self._states is None or not self._is_current or self._states.frozen != as_frozen(by):
+        if self._states is None or not self.fp8_meta_tensors_initialized or self._states.frozen != as_frozen(by):
             self.init_fp8_meta_tensors(by)
         assert self._states is not None
         self._exchange()
@@ -422,32 +404,3 @@ def materialize(module: torch.nn.Module, preserve: bool = False) -> None:
             if isinstance(stored, QuantizedWeight) and preserve:
                 stored._high_precision_init_val = torch.empty(0, dtype=parameter.dtype)
     share_amaxes_of_shards(module)
-
-
-def require_one_rank(kind: str, **arguments: Any) -> None:
-    """Refuse arguments that would spread a layer over several ranks.
-
-    Raises:
-        NotImplementedError: there are several ranks, or ``symmetric_ar_type``.
-        ValueError: a size, a group or a mode that is none.
-    """
-    size, group = require_integer("tp_size", arguments.get("tp_size", 1), 1), arguments.get("tp_group")
-    if group is not None:
-        require_member("tp_group", group)
-        size = max(size, group.size())
-    if size != 1:
-        raise NotImplementedError(f"{kind}(tp_size={size}) is not implemented: a layer lies on one rank; leave it at 1")
-    require_one_of("parallel_mode", arguments.get("parallel_mode"), GemmParallelModes)
-    if (kept := arguments.get("symmetric_ar_type")) is not None:
-        raise NotImplementedError(f"{kind}(symmetric_ar_type={kept!r}) is not implemented; leave it at None")
-
-
-def refuse_fp8_tensors(kind: str, fp8_output: bool | None, fp8_grad: bool | None) -> None:
-    """Refuse arguments that ask to pass quantized tensors from module to module.
-
-    Raises:
-        NotImplementedError: one of them is True.
-    """
-    for name, value in (("fp8_output", fp8_output), ("fp8_grad", fp8_grad)):
-        if value:
-            raise NotImplementedError(f"{kind}.forward({name}=True) is not implemented; outputs are plain tensors")

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp4engine.arguments import require_member, require_rate
-from fp4engine.te.pytorch.base import require_one_rank
+from fp4engine.te.pytorch.arguments import require_one_rank
 
 
 def parallel_cross_entropy(

@@ -18,7 +18,6 @@ from fp4engine.arguments import require_integer, require_one_of, require_rate, s
 from fp4engine.functional.attention import MASK_TYPES, AttentionMask, attention, require_core_attention_bias
 from fp4engine.modules.te_arguments import refuse
 from fp4engine.te.pytorch.arguments import Arguments, Placed
-from fp4engine.te.pytorch.base import require_one_rank
 from fp4engine.te.pytorch.constants import QKV_FORMATS, AttnTypes
 from fp4engine.te.pytorch.extra_state import ExtraState
 from fp4engine.te.pytorch.inference import InferenceParams
@@ -33,16 +32,8 @@ Window = tuple[int, int] | None
 Masked = Tensor | tuple[Tensor, Tensor] | None
 
 
-class OnOneRank(torch.nn.Module):
-    """The methods by which a script sets the ranks that share a module; accepts one rank only."""
-
-    def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Accept a group of one rank.
-
-        Raises:
-            NotImplementedError: a larger one.
-        """
-        require_one_rank(type(self).__name__, tp_group=tp_group)
+class OneContext(Placed):
+    """What attention modules have in common: no rank shares a sequence with another one."""
 
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p"
@@ -66,7 +57,7 @@ NOT_READ = "score_mod", "score_mod_bprop", "score_mod_tensors", "score_mod_bprop
 """Arguments of a forward that are not implemented."""
 
 
-class DotProductAttention(Placed, OnOneRank, ExtraState):
+class DotProductAttention(OneContext, ExtraState):
     """``softmax(q k^T * softmax_scale + bias) v``; no parameters.
 
     Args:
@@ -95,7 +86,6 @@ class DotProductAttention(Placed, OnOneRank, ExtraState):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = self._bound(args, kwargs)
         super().__init__()
-        require_one_rank("DotProductAttention", tp_size=given["tp_size"], tp_group=given["tp_group"])
         refuse(
             "DotProductAttention",
             cp_group=(given["cp_group"], None),

@@ -14,7 +14,8 @@ from fp4engine.checkpoint import checkpoint as recompute
 from fp4engine.environment import read_flag
 from fp4engine.modules.model_init import refuse_parts
 from fp4engine.modules.split_linear import SplitLinear
-from fp4engine.te.pytorch.base import TransformerEngineBaseModule, quantizers_of, refuse_fp8_tensors
+from fp4engine.modules.te_arguments import refuse
+from fp4engine.te.pytorch.base import TransformerEngineBaseModule, quantizers_of
 from fp4engine.te.pytorch.norm import LayerNorm, RMSNorm
 from fp4engine.te.pytorch.padding import Fp8Padding, Fp8Unpadding
 from fp4engine.te.pytorch.roles import QuantizerRole
@@ -54,7 +55,11 @@ class _OneProduct(TransformerEngineBaseModule):
         Raises:
             NotImplementedError: a quantized output or gradient is asked for.
         """
-        refuse_fp8_tensors(type(self).__name__, fp8_output, fp8_grad)
+        refuse(
+            f"{type(self).__name__}.forward",
+            fp8_output=(fp8_output or False, False),
+            fp8_grad=(fp8_grad or False, False),
+        )
         return self._returned(self._run(super().forward, inp, is_first_microbatch))
 
 

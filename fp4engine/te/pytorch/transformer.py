@@ -8,10 +8,9 @@ from fp4engine import modules
 from fp4engine.arguments import require_integer
 from fp4engine.modules.inputs import cast_by_autocast
 from fp4engine.modules.te_arguments import refuse
-from fp4engine.te.pytorch.arguments import Arguments, Placed, rest_of
+from fp4engine.te.pytorch.arguments import Arguments, rest_of
 from fp4engine.te.pytorch.attention import MultiheadAttention
-from fp4engine.te.pytorch.base import require_one_rank
-from fp4engine.te.pytorch.dot_product_attention import OnOneRank
+from fp4engine.te.pytorch.dot_product_attention import OneContext
 from fp4engine.te.pytorch.module import LayerNormMLP
 from fp4engine.te.pytorch.norm import LayerNorm, RMSNorm
 
@@ -23,7 +22,7 @@ FORWARD = Arguments("""hidden_states, attention_mask=None, self_attn_mask_type=N
     cu_seqlens_kv_padded=None, max_seqlen_q=None, max_seqlen_kv=None, fast_zero_fill=True, pad_between_seqs=None""")
 
 
-class TransformerLayer(Placed, OnOneRank, modules.TransformerLayer):
+class TransformerLayer(OneContext, modules.TransformerLayer):
     """:class:`fp4engine.TransformerLayer` with all positional arguments of TransformerEngine's.
 
     Args:
@@ -50,7 +49,6 @@ class TransformerLayer(Placed, OnOneRank, modules.TransformerLayer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = self._bound(args, kwargs)
-        require_one_rank("TransformerLayer", tp_size=given["tp_size"], tp_group=given["tp_group"])
         refuse("TransformerLayer", softmax_type=(given["softmax_type"], "vanilla"))
         if given["attn_input_format"] == "thd" and given["drop_path_rate"]:
             raise NotImplementedError(
