@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import sys
+from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -73,12 +74,7 @@ class _Alias(MetaPathFinder, Loader):
         ours = importlib.import_module(module.__spec__.origin)
         own = {name: value for name, value in vars(module).items() if name.startswith("__")}
         names = {name: value for name, value in vars(ours).items() if not isinstance(value, ModuleType)}
-        vars(module).update(names | own)
-
-        def late(name: str) -> Any:
-            return _late(module.__name__, name)
-
-        vars(module)["__getattr__"] = late
+        vars(module).update(names | own, __getattr__=partial(_late, module.__name__))
 
 
 def _late(stands_for: str, name: str) -> Any:

@@ -23,7 +23,7 @@ from fp4engine.state import AutocastState
 from fp4engine.te.common.recipe import answered, as_frozen
 from fp4engine.te.pytorch import regions
 from fp4engine.te.pytorch.arguments import Placed, rest_of
-from fp4engine.te.pytorch.custom_recipes.gemm import custom_linear
+from fp4engine.te.pytorch.custom_recipes.gemm import CustomLinear
 from fp4engine.te.pytorch.delayed_wgrad import DelayWgrad, Run
 from fp4engine.te.pytorch.extra_state import ExtraState
 from fp4engine.te.pytorch.main_grad import overwrites_main_grad
@@ -231,7 +231,7 @@ class TransformerEngineBaseModule(Placed, ExtraState):
                 "fuse_wgrad_accumulation=True is not implemented for quantizers with a qgemm() of their own; "
                 "leave it at False"
             )
-        output = custom_linear(cast_by_autocast(inp if isinstance(inp, Tensor) else inp.tensor()), weight, *own)
+        output = CustomLinear.apply(cast_by_autocast(inp if isinstance(inp, Tensor) else inp.tensor()), weight, own)
         return output if bias is None else output + bias.to(output.dtype)
 
     def _follow(self, frozen: Recipe) -> None:

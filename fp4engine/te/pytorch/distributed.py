@@ -102,19 +102,16 @@ class _Repeated:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with activation_recompute_forward(activation_recompute=True, recompute_phase=self.states is not None):
-            return self._run(*args, **kwargs)
-
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
-        tracker = self.get_tracker()
-        if self.states is None:
-            self.states = tracker.get_states()
-            return self.function(*args, **kwargs)
-        after = tracker.get_states()
-        tracker.set_states(self.states)
-        try:
-            return self.function(*args, **kwargs)
-        finally:
-            tracker.set_states(after)
+            tracker = self.get_tracker()
+            now = tracker.get_states()
+            if self.states is None:
+                self.states = now
+                return self.function(*args, **kwargs)
+            tracker.set_states(self.states)
+            try:
+                return self.function(*args, **kwargs)
+            finally:
+                tracker.set_states(now)
 
 
 class activation_recompute_forward(ContextDecorator):

@@ -134,9 +134,8 @@ class LayerNormMLP(TransformerEngineBaseModule, modules.LayerNormMLP):
 
     def get_quantizer_roles(self, *, fwd: bool, num_quantizers: int) -> list[QuantizerRole | None]:
         """As in :class:`Linear`, for fc1 and fc2; the output of fc1 is the input of fc2."""
-        first, second = (("input", "weight"), ("input", "weight")) if fwd else (("grad_output",), ("grad_output",))
-        fc1 = [QuantizerRole("linear", word, self.fc1.name) for word in first]
-        fc2 = [QuantizerRole("linear", word, self.fc2.name) for word in second]
+        words = ("input", "weight") if fwd else ("grad_output",)
+        fc1, fc2 = ([QuantizerRole("linear", word, fc.name) for word in words] for fc in (self.fc1, self.fc2))
         if fwd:
             return [*fc1, fc2[0], *fc2, self.output_quantizer_role]
         return [*fc1, self.grad_input_quantizer_role, *fc2, *fc1]

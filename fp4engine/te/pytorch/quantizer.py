@@ -6,7 +6,7 @@ it is used.
 
 import copy
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -71,14 +71,14 @@ class Quantizer(Value):
         usage = f"rowwise_usage={self.rowwise_usage}, columnwise_usage={self.columnwise_usage}"
         return f"{type(self).__name__}({usage}, internal={self.internal})"
 
-    def copy(self) -> "Quantizer":
+    def copy(self) -> Self:
         """Another quantizer with the same settings."""
         return self._of(vars(self))
 
-    def __copy__(self) -> "Quantizer":
+    def __copy__(self) -> Self:
         return self.copy()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Quantizer":
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A quantizer with copies of what this one has, but with its process group, of which there are no copies."""
         group = getattr(self, "amax_reduction_group", None)
         memo[id(group)] = group
@@ -349,13 +349,13 @@ class Quantizer(Value):
         return f"{type(self).__name__}.with_settings({settings!r})", {type(self).__name__: type(self)}
 
     @classmethod
-    def with_settings(cls, settings: dict[str, Any]) -> "Quantizer":
+    def with_settings(cls, settings: dict[str, Any]) -> Self:
         """A quantizer with these attributes, as :meth:`__fx_repr__` prints them."""
         dtype = settings.get("dtype")
         return cls._of({**settings, "dtype": DType(dtype)} if type(dtype) is int else settings)
 
     @classmethod
-    def _of(cls, attributes: dict[str, Any]) -> "Quantizer":
+    def _of(cls, attributes: dict[str, Any]) -> Self:
         made = cls.__new__(cls)
         vars(made).update(attributes)
         return made

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp4engine.arguments import require_integer
+from fp4engine.arguments import require_integer, require_one_of
 from fp4engine.quantizers.delayed import DelayedQuantizer
 from fp4engine.recipe import Recipe as FrozenRecipe
 from fp4engine.te.common import recipe as recipes
 from fp4engine.te.common.recipe import Format, Recipe, as_frozen
-from fp4engine.te.pytorch.constants import DType
+from fp4engine.te.pytorch.constants import ELEMENTS, DType, TE_DType_To_Torch
 from fp4engine.te.pytorch.quantized_tensor import Quantizer
 from fp4engine.te.pytorch.roles import DelayedScalingRequest, QuantizerRole, require_role
 from fp4engine.te.pytorch.tensor import (
@@ -48,8 +48,7 @@ def get_fp8_te_dtype(fp8_recipe: AnyRecipe, fprop_tensor: bool = True) -> DType:
 
 def get_fp8_torch_dtype(fp8_recipe: AnyRecipe, fprop_tensor: bool = True) -> torch.dtype:
     """The format of :func:`get_fp8_te_dtype` as a ``torch.dtype``."""
-    is_e4m3 = get_fp8_te_dtype(fp8_recipe, fprop_tensor) is DType.kFloat8E4M3
-    return torch.float8_e4m3fn if is_e4m3 else torch.float8_e5m2
+    return TE_DType_To_Torch[get_fp8_te_dtype(fp8_recipe, fprop_tensor)]
 
 
 def get_fp4_te_dtype(fp4_recipe: AnyRecipe) -> DType:
@@ -59,8 +58,7 @@ def get_fp4_te_dtype(fp4_recipe: AnyRecipe) -> DType:
 
 def get_fp8_max(fp8_recipe: AnyRecipe, fprop_tensor: bool = True) -> float:
     """Largest magnitude of the format of :func:`get_fp8_te_dtype`."""
-    is_e4m3 = get_fp8_te_dtype(fp8_recipe, fprop_tensor) is DType.kFloat8E4M3
-    return Format.E4M3.value.max_fwd if is_e4m3 else Format.E5M2.value.max_fwd
+    return ELEMENTS[get_fp8_te_dtype(fp8_recipe, fprop_tensor)].max_value
 
 
 FORWARD_TYPES = ("input", "weight", "output")
@@ -94,8 +92,7 @@ class RecipeState:
         device: torch.device | None = None,
         roles: "list[QuantizerRole | None] | None" = None,
     ) -> None:
-        if mode not in ("forward", "backward"):
-            raise ValueError(f"mode must be 'forward' or 'backward', got {mode!r}")
+        require_one_of("mode", mode, ("forward", "backward"))
         num_quantizers = require_integer("num_quantizers", num_quantizers, 0)
         for role in roles or ():
             require_role("roles", role)

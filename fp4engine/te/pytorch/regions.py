@@ -121,14 +121,13 @@ class autocast(state.autocast):
                 thread.open.remove(opened)
                 region = opened.region
                 break
-        if region is self:
-            super().__exit__(kind, error, trace)
-        else:
-            region.__exit__(kind, error, trace)
+        state.Region.__exit__(region, kind, error, trace)
         if state.current_state() is None and not state.in_backward():
             if self._steps:
                 end_step()
-            _show()
+            waiting, thread.to_show = thread.to_show, []
+            for show in waiting:
+                show()
 
 
 def fp8_autocast(
@@ -228,13 +227,6 @@ def show_when_left(show: Callable[[], None]) -> None:
     """Call ``show`` when the outermost region is left; in a recomputation do nothing, as its forward did this."""
     if show not in thread.to_show and not state.in_backward():
         thread.to_show.append(show)
-
-
-def _show() -> None:
-    """Let modules show their amax histories, after the outermost region has been left."""
-    waiting, thread.to_show = thread.to_show, []
-    for show in waiting:
-        show()
 
 
 def leave_all() -> None:

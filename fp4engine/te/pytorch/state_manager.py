@@ -6,7 +6,7 @@ Legend: n tensors of one pass of one module, whose amaxes delayed scaling rememb
 from collections import deque
 from collections.abc import Iterable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from fp4engine import state
 from fp4engine.te.common.recipe import default_recipe
 from fp4engine.te.pytorch import regions
 from fp4engine.te.pytorch.constants import DType, fp8_element
-from fp4engine.te.pytorch.recipe_state import AnyRecipe, CustomRecipeState, DelayedScalingRecipeState, get_fp8_max
+from fp4engine.te.pytorch.recipe_state import AnyRecipe, CustomRecipeState, get_fp8_max
 from fp4engine.te.pytorch.tensor.float8_tensor import share_amaxes
 
 
@@ -65,6 +65,17 @@ def fused_amax_and_scale_update_after_reduction(
         _amax_and_scale_update(history, scale, largest, by)
 
 
+class AutocastFields(NamedTuple):
+    """What a region sets, in the order of :meth:`FP8GlobalStateManager.get_autocast_state`."""
+
+    fp8_enabled: bool
+    fp8_calibration: bool
+    fp8_recipe: AnyRecipe | None
+    fp8_distributed_group: Any
+    is_first_fp8_module: bool
+    fp8_graph_capturing: bool
+
+
 class FP8GlobalState:
     """The state of this thread by the names of TransformerEngine's fields, most of which may be assigned to.
 
@@ -107,57 +118,38 @@ class FP8GlobalState:
         """None: weights are cast again as ``is_first_microbatch`` says."""
         return None
 
-    def read(self) -> tuple[Any, ...]:
-        """The fields of :data:`AUTOCAST_FIELDS`."""
+    def read(self) -> AutocastFields:
+        """What is in force."""
         current, opened = state.current_state(), regions.thread.open[-1:]
-        is_captured = bool(opened) and opened[0].is_captured
+        is_first, is_captured = regions.thread.is_first, bool(opened) and opened[0].is_captured
         if current is None:
-            return False, False, None, None, regions.thread.is_first, is_captured
-        given = regions.recipe_as_given()
-        group = current.amax_reduction_group
-        return current.enabled, current.calibrating, given, group, regions.thread.is_first, is_captured
+            return AutocastFields(False, False, None, None, is_first, is_captured)
+        given, group = regions.recipe_as_given(), current.amax_reduction_group
+        return AutocastFields(current.enabled, current.calibrating, given, group, is_first, is_captured)
 
     def write(self, fields: Iterable[Any]) -> None:
-        """Set the fields of :data:`AUTOCAST_FIELDS`."""
+        """Put :class:`AutocastFields` in force."""
         enabled, calibrating, recipe, group, regions.thread.is_first, is_captured = fields
         regions.put_in_force(enabled, calibrating, recipe, group, is_captured)
 
 
-AUTOCAST_FIELDS = (
-    "fp8_enabled",
-    "fp8_calibration",
-    "fp8_recipe",
-    "fp8_distributed_group",
-    "is_first_fp8_module",
-    "fp8_graph_capturing",
-)
-"""What a region sets, in the order of :meth:`FP8GlobalStateManager.get_autocast_state`."""
-
-
-def _field(index: int, name: str) -> property:
+def _field(name: str) -> property:
     def read(qstate: FP8GlobalState) -> Any:
-        return qstate.read()[index]
+        return getattr(qstate.read(), name)
 
     def write(qstate: FP8GlobalState, value: Any) -> None:
-        fields = list(qstate.read())
-        fields[index] = value
-        qstate.write(fields)
+        qstate.write(qstate.read()._replace(**{name: value}))
 
     return property(read, write, doc=f"The field ``{name}``.")
 
 
-for _index, _name in enumerate(AUTOCAST_FIELDS):
-    setattr(FP8GlobalState, _name, _field(_index, _name))
+for _name in AutocastFields._fields:
+    setattr(FP8GlobalState, _name, _field(_name))
 
 EARLIER = {
-    "FP8_ENABLED": "fp8_enabled",
-    "FP8_CALIBRATION": "fp8_calibration",
-    "FP8_RECIPE": "fp8_recipe",
-    "FP8_DISTRIBUTED_GROUP": "fp8_distributed_group",
+    **{name.upper(): name for name in AutocastFields._fields},
     "FP8_PARAMETERS": "fp8_parameters",
     "HIGH_PRECISION_INIT_VAL": "high_precision_init_val",
-    "IS_FIRST_FP8_MODULE": "is_first_fp8_module",
-    "FP8_GRAPH_CAPTURING": "fp8_graph_capturing",
     "FP8_AUTOCAST_DEPTH": "autocast_depth",
     "AUTOCAST_DEPTH": "autocast_depth",
     "autocast_arguments": "autocast_arguments",
@@ -206,29 +198,27 @@ class FP8GlobalStateManager(metaclass=_ByEarlierNames):
     @classmethod
     def is_fp8_enabled(cls) -> bool:
         """Whether a region quantizes."""
-        current = state.current_state()
-        return current is not None and current.enabled
+        return cls.quantization_state.read().fp8_enabled
 
     @classmethod
     def is_fp8_calibration(cls) -> bool:
         """Whether a region calibrates."""
-        current = state.current_state()
-        return current is not None and current.calibrating
+        return cls.quantization_state.read().fp8_calibration
 
     @classmethod
     def with_fp8_parameters(cls) -> bool:
         """Whether modules store their weights as codes."""
-        return regions.thread.stores_by is not None
+        return cls.quantization_state.fp8_parameters
 
     @classmethod
     def with_high_precision_init_val(cls) -> bool:
         """Whether such weights keep their initial values."""
-        return regions.thread.keeps_init_val
+        return cls.quantization_state.high_precision_init_val
 
     @classmethod
     def fp8_graph_capturing(cls) -> bool:
         """Whether a CUDA graph is being captured."""
-        is_told = bool(regions.thread.open) and regions.thread.open[-1].is_captured
+        is_told = cls.quantization_state.read().fp8_graph_capturing
         return is_told or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
     @classmethod
@@ -246,11 +236,10 @@ class FP8GlobalStateManager(metaclass=_ByEarlierNames):
     @classmethod
     def get_fp8_group(cls) -> Any:
         """The group over which the region in force shares amaxes."""
-        current = state.current_state()
-        return None if current is None else current.amax_reduction_group
+        return cls.quantization_state.read().fp8_distributed_group
 
     @classmethod
-    def get_autocast_state(cls) -> tuple[Any, ...]:
+    def get_autocast_state(cls) -> AutocastFields:
         """The fields that a region sets, for :meth:`set_autocast_state`."""
         return cls.quantization_state.read()
 
@@ -417,7 +406,4 @@ class FP8GlobalStateManager(metaclass=_ByEarlierNames):
 
 def _remembers(fp8_meta: dict[str, Any]) -> bool:
     """Whether ``fp8_meta`` has amaxes of earlier steps."""
-    made = fp8_meta.get("scaling_fwd")
-    if isinstance(made, CustomRecipeState):
-        return made.delayed is not None
-    return isinstance(made, DelayedScalingRecipeState) or getattr(made, "amax_history", None) is not None
+    return getattr(fp8_meta.get("scaling_fwd"), "amax_history", None) is not None

@@ -49,12 +49,10 @@ def multiply(kind: GEMMType, left: Any, right: Any, dtype: torch.dtype) -> Tenso
                 raise ValueError(f"{kind.name} GEMM reads {name} of {operand!r}, which its quantizer has not made")
             sides.append(side)
     codes_left, scale_left, codes_right, scale_right = sides
-    quantizer = left._quantizer
-    parameters = MMParams(dtype)
-    return quantizer.qgemm(
+    return left._quantizer.qgemm(
         codes_left,
         codes_right,
-        parameters,
+        MMParams(dtype),
         dtype,
         scale_left,
         scale_right,
@@ -65,15 +63,12 @@ def multiply(kind: GEMMType, left: Any, right: Any, dtype: torch.dtype) -> Tenso
     )
 
 
-def custom_linear(inp: Tensor, weight: Tensor, of_input: Quantizer, of_weight: Quantizer, of_grad: Quantizer) -> Tensor:
+class CustomLinear(torch.autograd.Function):
     """``inp @ weight.T`` [..., K] -> [..., N], and its gradients, by quantizers with a ``qgemm`` of their own.
 
     Source: TransformerEngine ``custom_recipes/gemm.py``, ``custom_gemm``.
     """
-    return _CustomLinear.apply(inp, weight, (of_input, of_weight, of_grad))
 
-
-class _CustomLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inp: Tensor, weight: Tensor, quantizers: tuple[Quantizer, Quantizer, Quantizer]) -> Tensor:
         of_input, of_weight, ctx.of_grad = quantizers

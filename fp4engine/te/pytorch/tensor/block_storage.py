@@ -95,15 +95,14 @@ class BlockStorage(QuantizedTensorStorage):
         return made
 
     def _shape_of_tensors(self) -> torch.Size:
-        if self._rowwise_data is not None:
-            return self._rowwise_data.shape
-        if self._columnwise_data is None:
-            raise RuntimeError(f"this {type(self).__name__} holds no data")
-        return self._shape_of_columnwise(self._columnwise_data.shape)
+        for side, data in zip(SIDES, (self._rowwise_data, self._columnwise_data), strict=True):
+            if data is not None:
+                return self._shape_of_codes(side, data.shape)
+        raise RuntimeError(f"this {type(self).__name__} holds no data")
 
-    def _shape_of_columnwise(self, shape: torch.Size) -> torch.Size:
-        """The logical shape of columnwise codes of ``shape``."""
-        return torch.Size((*shape[1:], *shape[:1]))
+    def _shape_of_codes(self, side: str, shape: torch.Size) -> torch.Size:
+        """The logical shape of codes of ``shape``."""
+        return shape if side == "rowwise" else torch.Size((*shape[1:], *shape[:1]))
 
     def _turned(self, side: str) -> dict[str, Tensor | None] | None:
         """Square blocks: one side is the other one's transpose."""

@@ -1,7 +1,7 @@
 """Tensors whose two sides are made by two quantizers."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -291,8 +291,8 @@ class HybridQuantizer(Quantizer):
         self.rowwise_quantizer.set_usage(rowwise=True, columnwise=False)
         self.columnwise_quantizer.set_usage(rowwise=False, columnwise=True)
 
-    def copy(self) -> "HybridQuantizer":
-        new: Any = super().copy()
+    def copy(self) -> Self:
+        new = super().copy()
         new.rowwise_quantizer, new.columnwise_quantizer = (by.copy() for _, by, _ in self._each())
         return new
 
@@ -316,23 +316,16 @@ class HybridQuantizer(Quantizer):
         col = spec_of(self.columnwise_quantizer, "columnwise")
         return FrozenQuantizer(row, col, self.columnwise_source, stream)
 
-    def _sources(self, tensor: Tensor) -> dict[str, Any]:
-        """The sides in use, each quantized by its quantizer."""
-        values = decoded(tensor)
-        made: dict[str, Any] = {}
-        dequantized = self.columnwise_source == "rowwise_dequantized" and self.columnwise_usage
-        if self.rowwise_usage or dequantized:
-            made["rowwise"] = self.rowwise_quantizer.quantize_impl(values)
-        if self.columnwise_usage:
-            source = made["rowwise"].values_in(values.dtype).view(values.shape) if dequantized else values
-            made["columnwise"] = self.columnwise_quantizer.quantize_impl(source)
-        if not self.rowwise_usage:
-            made.pop("rowwise", None)
-        return made
-
     def quantize_impl(self, tensor: Tensor) -> Any:
         """``tensor`` quantized, without autograd."""
-        parts = {f"{side}_storage": part for side, part in self._sources(tensor).items()}
+        source, row, col = decoded(tensor), None, None
+        dequantized = self.columnwise_source == "rowwise_dequantized" and self.columnwise_usage
+        if self.rowwise_usage or dequantized:
+            row = self.rowwise_quantizer.quantize_impl(source)
+            source = row.values_in(source.dtype).view(source.shape) if dequantized else source
+        if self.columnwise_usage:
+            col = self.columnwise_quantizer.quantize_impl(source)
+        parts = {"rowwise_storage": row if self.rowwise_usage else None, "columnwise_storage": col}
         return self.around(tensor.shape, tensor.dtype, tensor.device, parts)
 
     def update_quantized(self, src: Tensor, dst: Any, *, noop_flag: Tensor | None = None) -> Any:

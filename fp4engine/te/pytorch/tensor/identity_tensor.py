@@ -106,11 +106,6 @@ class IdentityQuantizer(Quantizer):
     def _operands(self, tensor: Tensor, **given: Any) -> Operands:
         return self.cast_sides(self.cast(tensor), rowwise=True, columnwise=False)
 
-    def copy(self) -> "IdentityQuantizer":
-        made = super().copy()
-        assert isinstance(made, IdentityQuantizer)
-        return made
-
     def cast(self, tensor: Tensor) -> Tensor:
         """The values of ``tensor`` in this quantizer's dtype."""
         values = decoded(tensor)

@@ -51,7 +51,7 @@ class MXFP8TensorStorage(BlockStorage):
     def _empty_codes(cls, side: str, shape: Iterable[int]) -> torch.Size:
         return torch.Size(shape)
 
-    def _shape_of_columnwise(self, shape: torch.Size) -> torch.Size:
+    def _shape_of_codes(self, side: str, shape: torch.Size) -> torch.Size:
         return shape
 
     def _cut_codes(self, side: str, rows: slice, cols: slice, shape: torch.Size) -> Tensor | None:

@@ -103,14 +103,8 @@ class NVFP4TensorStorage(BlockStorage):
             nvfp4_e4m3_max=self._nvfp4_e4m3_max,
         )
 
-    def _shape_of_tensors(self) -> torch.Size:
-        if self._rowwise_data is not None:
-            *leading, last = self._rowwise_data.shape
-            return torch.Size((*leading, 2 * last))
-        if self._columnwise_data is None:
-            raise RuntimeError(f"this {type(self).__name__} holds no data")
-        first, *leading, last = self._columnwise_data.shape
-        return torch.Size((*leading, 2 * last, first))
+    def _shape_of_codes(self, side: str, shape: torch.Size) -> torch.Size:
+        return super()._shape_of_codes(side, torch.Size((*shape[:-1], 2 * shape[-1])))
 
     def _is_square(self) -> bool:
         by = self._quantizer
