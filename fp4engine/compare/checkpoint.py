@@ -133,13 +133,12 @@ def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *m
         if newest.name != step_name(state["step"]):
             raise ValueError(f"it is that of step {state['step']}")
         load_weights(model, newest / WEIGHTS)
-        if extra := state.get("extra_state"):
-            model.load_state_dict(extra, strict=False)
+        model.load_state_dict(state["extra_state"], strict=False)
         optimizer.load_state_dict(state["optimizer"])
         set_generator_states(state)
         set_rng_state(state["fp4_rng"])
         set_amax_history(model, state["amax_history"])
-        for part, saved in zip(more, state.get("more", []), strict=True):
+        for part, saved in zip(more, state["more"], strict=True):
             part.load_state_dict(saved)
     except Exception as error:  # whatever a damaged file makes its reader raise
         instead = f"the one before, {found[-2].name}" if len(found) > 1 else "the beginning"

@@ -29,7 +29,7 @@ from fp4engine.compare.training import Places
 from fp4engine.estimate import Estimate, estimate
 from fp4engine.files import write_atomically
 from fp4engine.recipe import Recipe, recipe_from_argument
-from fp4engine.recipe.identity import ablations, identity
+from fp4engine.recipe.identity import ablations, digest, identity
 
 INTERRUPTED = 130
 EVALUATIONS = 10
@@ -102,15 +102,9 @@ def recipes_of(arguments: Sequence[str], ablate: Sequence[str] | None) -> dict[s
     for label, recipe in given:
         if identity(named.setdefault(label, recipe)) != identity(recipe):
             raise InputError(f"--recipes and --ablate must have different names, got {label!r} twice; rename a file")
-    kept: dict[str, Recipe] = {"the baseline": HIGH_PRECISION}
-    equals: dict[str, str] = {}
-    for label, recipe in named.items():
-        equal = next((other for other, known in kept.items() if identity(known) == identity(recipe)), None)
-        if equal is None:
-            kept[label] = recipe
-        else:
-            equals[label] = equal
-    del kept["the baseline"]
+    first_names = {digest(identity(HIGH_PRECISION)): "the baseline"}
+    same_as = {label: first_names.setdefault(digest(identity(recipe)), label) for label, recipe in named.items()}
+    kept = {label: recipe for label, recipe in named.items() if same_as[label] == label}
     if not kept:
         raise InputError("--recipes must name at least one recipe other than high precision")
     for label, recipe in kept.items():
@@ -121,8 +115,9 @@ def recipes_of(arguments: Sequence[str], ablate: Sequence[str] | None) -> dict[s
                 f"{label} cannot be sent to the processes that train; its functions and classes must be at the top "
                 f"level of their file: {one_line(error)}"
             ) from error
-    for label, equal in equals.items():
-        print(f"{label} is the same recipe as {equal}, and is not run twice", file=sys.stderr)
+    for label, same in same_as.items():
+        if same != label:
+            print(f"{label} is the same recipe as {same}, and is not run twice", file=sys.stderr)
     return kept
 
 
@@ -299,7 +294,7 @@ def estimates(task: TextTask, recipes: Mapping[str, Recipe]) -> dict[str, Estima
         return task.loss(model, torch.zeros(task.batch, task.sequence + 1, dtype=torch.int64, device=device))
 
     found: dict[str, Estimate | str] = {}
-    for label, recipe in {task.high_precision.replace("FP32", "BF16"): None, **recipes}.items():
+    for label, recipe in {"BF16": None, **recipes}.items():
         model = without_memory(task.model)
         options: dict[str, Any] = {"batch": task.batch, "sequence": task.sequence, "gpu": GPU, "loss": loss}
         options["host_microseconds"] = 0  # as in a CUDA graph: small models would show the host's time and no other

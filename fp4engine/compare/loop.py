@@ -61,13 +61,12 @@ def generator_states() -> dict[str, Any]:
 
 
 def set_generator_states(states: Mapping[str, Any]) -> None:
-    """Undo what was drawn since :func:`generator_states`; ``states`` of earlier versions lack Python's and NumPy's."""
+    """Undo what was drawn since :func:`generator_states`."""
     torch.set_rng_state(states["torch_rng"])
     if states["cuda_rng"] is not None:
         torch.cuda.set_rng_state(states["cuda_rng"])
-    if "python_rng" in states:
-        random.setstate(states["python_rng"])
-        np.random.set_state(states["numpy_rng"])
+    random.setstate(states["python_rng"])
+    np.random.set_state(states["numpy_rng"])
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.AdamW:

@@ -6,13 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from matplotlib.axes import Axes
-
 from fp4engine import inspect
 from fp4engine.compare import pictures, statistics
 from fp4engine.compare.comparison import Arm, Comparison, number
 from fp4engine.compare.loop import BETAS, FINAL_SHARE, LARGEST_GRADIENT_NORM, WARMUP_SHARE, WEIGHT_DECAY
-from fp4engine.compare.sensitivity import Sensitivity
+from fp4engine.compare.sensitivity import Sensitivity, Unit
 from fp4engine.compare.statistics import CANNOT_TELL, DOES_NOT, TRAINS
 from fp4engine.estimate import Estimate
 from fp4engine.inspect.reading import FILE
@@ -21,31 +19,11 @@ from fp4engine.version import __version__
 
 SQRT_3 = math.sqrt(3)
 
-WORDS = {TRAINS: "good", DOES_NOT: "bad", CANNOT_TELL: "open"}
+CLASSES = {TRAINS: "good", DOES_NOT: "bad", CANNOT_TELL: "open"}
 """Classes of the style sheet, by exit code."""
 
 LOUDEST, FAINTEST = 24.0, 0.0
 """Decibels at which a cell of the table of signals is white, and darkest."""
-
-
-@dataclass(frozen=True)
-class Ranking:
-    """Parts of a recipe or a model by what they cost, by one way to find that.
-
-    Attributes:
-        title, text: what was done, for the reader.
-        values: name -> cost, the costliest first.
-        noise: costs up to twice this say nothing.
-        clear: names of those that say something.
-        measure: what costs are, and their unit.
-    """
-
-    title: str
-    text: str
-    values: Mapping[str, float]
-    noise: float
-    clear: Sequence[str]
-    measure: str = "loss above the baseline's if this alone follows the recipe, %"
 
 
 @dataclass(frozen=True)
@@ -60,7 +38,6 @@ class About:
         parameters: number of the model's parameters.
         unit: what a token is, ``"byte"`` or ``"token"``.
         sensitivity: by label of a recipe; a string says why there is none.
-        rankings: more of them, by label.
         estimates: of a step on GPU ``gpu``, by label, the baseline's included; a string says why there is none.
         pretrained: whether training began with weights of the model's own.
         keep: patterns over names of layers that no recipe reached.
@@ -73,7 +50,6 @@ class About:
     parameters: int = 0
     unit: str = "token"
     sensitivity: Mapping[str, Sensitivity | str] = field(default_factory=dict[str, Sensitivity | str])
-    rankings: Mapping[str, Sequence[Ranking]] = field(default_factory=dict[str, Sequence[Ranking]])
     estimates: Mapping[str, Estimate | str] = field(default_factory=dict[str, Estimate | str])
     gpu: str = "B200"
     pretrained: bool = False
@@ -100,14 +76,12 @@ def html(comparison: Comparison, about: About) -> str:
         title=title(comparison, about),
         comparison=comparison,
         rows=comparison.rows(),
-        verdicts=[
-            (arm, verdict, WORDS[verdict.code]) for arm in comparison.arms if (verdict := comparison.verdict(arm))
-        ],
+        classes=CLASSES,
         precision=next(iter(comparison.baseline.runs.values())).header.get("precision", "high precision"),
         noise=statistics.root_mean_square(comparison.noise),
         pairs=len(comparison.noise),
         charts=_charts(comparison, arms, about.unit),
-        costs={arm.label: costs for arm in comparison.arms if (costs := _costs(about, arm.label))},
+        costs={label: _costs(found) for label, found in about.sensitivity.items()},
         signals={arm.label: table for arm in comparison.arms if (table := _signals(arm))},
         gradients=_gradients(comparison.arms),
         estimates=_estimates(about),
@@ -145,59 +119,54 @@ def _charts(comparison: Comparison, arms: Sequence[Arm], unit: str) -> list[tupl
     ]
 
 
-def _costs(about: About, label: str) -> dict[str, Any] | None:
+def _costs(found: Sensitivity | str) -> dict[str, Any]:
     """What parts of a recipe cost, or why that is not known."""
-    found = about.sensitivity.get(label)
-    more = list(about.rankings.get(label, ()))
-    if found is None and not more:
-        return None
-    if found is None or isinstance(found, str):
-        return {"why": found or "", "rankings": [_drawn(ranking) for ranking in more]}
+    if isinstance(found, str):
+        return {"why": found, "rankings": []}
     prefix = _prefix([unit.name for unit in found.units])
+
+    def by_gap(title: str, text: str, units: Sequence[Unit]) -> dict[str, str]:
+        values = {unit.name.removeprefix(prefix): unit.gap for unit in units}
+        clear = [unit.name.removeprefix(prefix) for unit in units if found.is_clear(unit)]
+        measure = "loss above the baseline's if this alone follows the recipe, %"
+        return _ranking(title, text, values, measure, found.noise, clear)
+
     rankings = [
-        Ranking(
+        by_gap(
             "By layer",
             "Each part of the model alone follows the recipe, and everything else computes in high precision.",
-            {unit.name.removeprefix(prefix): unit.gap for unit in found.units},
-            found.noise,
-            [unit.name.removeprefix(prefix) for unit in found.units if found.is_clear(unit)],
+            found.units,
         ),
-        Ranking(
+        by_gap(
             "By matrix product",
             "Of the three products of every layer, one alone follows the recipe: fprop is the forward pass, dgrad "
             "gives the gradient of a layer's input, wgrad that of its weight.",
-            {unit.name: unit.gap for unit in found.products},
-            found.noise,
-            [unit.name for unit in found.products if found.is_clear(unit)],
+            found.products,
         ),
     ]
     if not isinstance(found.divergence, str):
-        rankings.append(_by_divergence(found.divergence, found.rank_correlation, prefix))
-    return {"why": "", "rankings": [_drawn(ranking) for ranking in (*rankings, *more)], "found": found}
+        alike = found.rank_correlation
+        agreement = "" if alike is None else f" Its rank correlation with the order by short runs is {number(alike)}."
+        moved = sorted(found.divergence.items(), key=lambda pair: -pair[1])
+        rankings.append(
+            _ranking(
+                "By layer, from a few batches alone",
+                "How far a part's rounding in the forward pass moves the model's predictions, in millionths of a nat "
+                f"per token. The estimate takes no run, and leaves out what rounding does to gradients.{agreement}",
+                {unit.removeprefix(prefix): 1e6 * value for unit, value in moved},
+                "divergence of predictions, millionths of a nat per token",
+            )
+        )
+    return {"why": "", "rankings": rankings, "found": found}
 
 
-def _by_divergence(divergence: Mapping[str, float], alike: float | None, prefix: str) -> Ranking:
-    """The units by the estimate from a few batches, and how far that order is the one of the runs."""
-    agreement = "" if alike is None else f" Its rank correlation with the order by short runs is {number(alike)}."
-    moved = sorted(((unit, 1e6 * value) for unit, value in divergence.items()), key=lambda pair: -pair[1])
-    return Ranking(
-        "By layer, from a few batches alone",
-        "How far a part's rounding in the forward pass moves the model's predictions, in millionths of a nat per "
-        f"token. The estimate takes no run, and leaves out what rounding does to gradients.{agreement}",
-        {unit.removeprefix(prefix): value for unit, value in moved},
-        0.0,
-        [],
-        "divergence of predictions, millionths of a nat per token",
-    )
-
-
-def _drawn(ranking: Ranking) -> dict[str, Any]:
-    height = max(1.2, 0.8 + 0.24 * len(ranking.values))
-
-    def draw(axes: Axes) -> None:
-        pictures.bars(axes, ranking.values, ranking.noise, ranking.clear, ranking.measure)
-
-    return {"title": ranking.title, "text": ranking.text, "svg": pictures.svg(draw, height=height)}
+def _ranking(
+    title: str, text: str, values: Mapping[str, float], measure: str, noise: float = 0.0, clear: Sequence[str] = ()
+) -> dict[str, str]:
+    """Parts of a model or a recipe by their cost, ``values``, the costliest first; see :func:`pictures.bars`."""
+    height = max(1.2, 0.8 + 0.24 * len(values))
+    svg = pictures.svg(lambda axes: pictures.bars(axes, values, noise, clear, measure), height=height)
+    return {"title": title, "text": text, "svg": svg}
 
 
 def _signals(arm: Arm) -> dict[str, Any] | None:
@@ -245,12 +214,8 @@ def _gradients(arms: Sequence[Arm]) -> dict[str, Any] | None:
             ends[arm.label] = [row for row in rows if row["step"] == last]
     if not curves:
         return None
-
-    def draw(axes: Axes) -> None:
-        pictures.ratios(axes, curves, SQRT_3)
-
     return {
-        "svg": pictures.svg(draw),
+        "svg": pictures.svg(lambda axes: pictures.ratios(axes, curves, SQRT_3)),
         "ends": ends,
         "least": {label: min(r for _, r in c) for label, c in curves.items()},
     }

@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,10 +29,6 @@ class Spread:
     deviation: float
     recipes: int
 
-    def seeds(self, gap: float) -> int | None:
-        """How many seeds tell a gap of ``gap`` percent from none; None if it is more than anybody runs."""
-        return seeds_for(self.deviation, gap)
-
 
 def known_spreads() -> list[Spread]:
     """The spreads that this project has measured, the smallest model first."""
@@ -41,13 +36,13 @@ def known_spreads() -> list[Spread]:
     return sorted((Spread(**row) for row in rows), key=lambda spread: (spread.parameters, spread.tokens))
 
 
-def nearest(parameters: int, tokens: int, spreads: Sequence[Spread] | None = None) -> Spread:
+def nearest(parameters: int, tokens: int) -> Spread:
     """The spread of the runs most like these, by the logarithms of both sizes."""
 
     def distance(spread: Spread) -> float:
         return math.hypot(math.log(spread.parameters / parameters), math.log(spread.tokens / tokens))
 
-    return min(known_spreads() if spreads is None else spreads, key=distance)
+    return min(known_spreads(), key=distance)
 
 
 def advice(parameters: int, tokens: int, gap: float, own: Spread | None = None) -> str:
@@ -78,7 +73,7 @@ def advice(parameters: int, tokens: int, gap: float, own: Spread | None = None) 
 
 
 def _seeds(spread: Spread, gap: float) -> str:
-    seeds = spread.seeds(gap)
+    seeds = seeds_for(spread.deviation, gap)
     return f"more than {MOST_SEEDS} seeds; train longer, or a larger model" if seeds is None else f"{seeds} seeds"
 
 

@@ -154,9 +154,7 @@ class Recorder:
         require_recipe(made)
         given = {"setting": setting or {}, "facts": facts or {}, "extra": extra or {}}
         for name, value in given.items():
-            if not isinstance(value, Mapping) or not _is_plain(value):
-                raise ValueError(f"{name} must be a dict of plain JSON values, got {shown(value)}")
-            _require_own(name, value)
+            _require_plain(name, value)
         if fault := fault_of(given["facts"]):
             raise ValueError(f"facts: {fault}")
         if label is not None and not isinstance(label, str):
@@ -247,9 +245,7 @@ class Recorder:
             InputError: the run has been finished.
         """
         self._require_unfinished()
-        if not _is_plain(values, allow_nan=True):
-            raise ValueError(f"what is noted must be plain JSON values, got {shown(values)}")
-        _require_own("what is noted", values)
+        _require_plain("what is noted", values, allow_nan=True)
         self._pending.append({"kind": kind, "step": self.steps + 1, **values})
 
     def flush(self) -> None:
@@ -282,9 +278,7 @@ class Recorder:
             InputError: no loss was noted, or another recorder makes the run too.
             OSError: the disk is full, for instance; it can be called again.
         """
-        if not _is_plain(facts, allow_nan=True):
-            raise ValueError(f"what a run finishes with must be plain JSON values, got {shown(facts)}")
-        _require_own("what a run finishes with", facts)
+        _require_plain("what a run finishes with", facts, allow_nan=True)
         if fault := fault_of(facts):
             raise ValueError(f"what a run finishes with: {fault}")
         self.flush()
@@ -377,8 +371,10 @@ def _mean(values: list[float | None]) -> float | None:
     return sum(numbers) / len(numbers) if len(numbers) == len(values) else None
 
 
-def _require_own(name: str, value: Mapping[str, Any]) -> None:
-    """Raise a ValueError if the dict ``value``, called ``name``, has a name of :data:`OWN`."""
+def _require_plain(name: str, value: Any, allow_nan: bool = False) -> None:
+    """Raise a ValueError unless ``value``, called ``name``, is a dict of plain JSON values without names of OWN."""
+    if not isinstance(value, Mapping) or not _is_plain(value, allow_nan):
+        raise ValueError(f"{name} must be a dict of plain JSON values, got {shown(value)}")
     if taken := sorted(OWN[name] & value.keys()):
         raise ValueError(f"{name} must leave {taken[0]!r} to the recorder, which says it of every run")
 
@@ -391,7 +387,7 @@ def fault_of(facts: Mapping[str, Any]) -> str:
     return ""
 
 
-def _is_plain(value: Any, allow_nan: bool = False) -> bool:
+def _is_plain(value: Any, allow_nan: bool) -> bool:
     try:
         json.dumps(value, allow_nan=allow_nan)
     except (TypeError, ValueError):

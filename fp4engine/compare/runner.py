@@ -7,10 +7,10 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +53,9 @@ class Stopped(Exception):
 class _Worker:
     """A process, the slot in which it says how far its run is, and that run."""
 
-    make: Callable[[], ProcessPoolExecutor]
     slot: int
-    pool: ProcessPoolExecutor = field(init=False)
+    pool: ProcessPoolExecutor
     job: Job | None = None
-
-    def __post_init__(self) -> None:
-        self.pool = self.make()
 
 
 class Runner:
@@ -87,12 +83,8 @@ class Runner:
         for worker in self._workers:
             worker.pool.shutdown(wait=True, cancel_futures=True)
 
-    def _grow(self, count: int) -> None:
-        for slot in range(len(self._workers), min(count, len(self.names))):
-            initial = (self.names[slot], self._steps, slot, self._stop)
-            self._workers.append(
-                _Worker(lambda initial=initial: ProcessPoolExecutor(1, self._context, _begin, initial), slot)
-            )
+    def _pool(self, slot: int) -> ProcessPoolExecutor:
+        return ProcessPoolExecutor(1, self._context, _begin, (self.names[slot], self._steps, slot, self._stop))
 
     def make(self, jobs: Sequence[Job], what: str = "runs") -> None:
         """Make what has not been made yet.
@@ -107,7 +99,8 @@ class Runner:
         waiting = [job for job in jobs if not job.is_done(self.places)]
         if not waiting:
             return
-        self._grow(len(waiting))
+        slots = range(len(self._workers), min(len(waiting), len(self.names)))
+        self._workers += [_Worker(slot, self._pool(slot)) for slot in slots]
         failed: dict[str, list[str]] = {}  # the runs by why
         stopped = 0
         with _Progress(waiting, what) as progress, stop_on_signals() as asked:
@@ -124,7 +117,7 @@ class Runner:
                 for future in wait(busy, LOOK_SECONDS, FIRST_COMPLETED).done:
                     worker = busy.pop(future)
                     assert worker.job is not None
-                    told = _outcome(future, worker)
+                    told = self._outcome(future, worker)
                     stopped += told == "stopped"
                     if told not in ("finished", "stopped"):
                         failed.setdefault(told, []).append(str(worker.job.run))
@@ -141,19 +134,18 @@ class Runner:
                 f"{len(waiting) + stopped} runs are left, {stopped} of them begun: the same command continues"
             )
 
-
-def _outcome(future: Future[Outcome], worker: _Worker) -> str:
-    """``"finished"``, ``"stopped"``, or why the run failed, in one line."""
-    try:
-        return future.result()
-    except BrokenProcessPool:
-        worker.pool = worker.make()
-        return (
-            "its process has died, for want of memory perhaps, if no error is above; try a smaller --batch, or fewer "
-            "--jobs"
-        )
-    except Exception as error:
-        return one_line(error)
+    def _outcome(self, future: Future[Outcome], worker: _Worker) -> str:
+        """``"finished"``, ``"stopped"``, or why the run failed, in one line."""
+        try:
+            return future.result()
+        except BrokenProcessPool:
+            worker.pool = self._pool(worker.slot)
+            return (
+                "its process has died, for want of memory perhaps, if no error is above; try a smaller --batch, or "
+                "fewer --jobs"
+            )
+        except Exception as error:
+            return one_line(error)
 
 
 class _Progress:

@@ -78,11 +78,6 @@ class Task:
     def tokens_per_step(self) -> int:
         return self.batch * self.accumulation * self.sequence
 
-    @property
-    def high_precision(self) -> str:
-        """What the baseline computes in, in a word."""
-        return "BF16" if self.device == "cuda" else "FP32"
-
     def setting(self) -> dict[str, Any]:
         """What the numbers of all runs depend on, as plain JSON values; what is usual goes without saying."""
         always = {
@@ -310,7 +305,7 @@ class _FromTransformers(Source):
 
         auto: Any = transformers.AutoModelForCausalLM
         if self.weights and torch.get_default_device().type != "meta":
-            return self._load(auto, dtype).train().to(_device())
+            return self._load(auto, dtype).train().to(torch.get_default_device())  # which transformers does not ask for
         try:
             model = auto.from_config(self.config, dtype=dtype)
         except Exception as error:  # as above
@@ -427,7 +422,7 @@ class _FromFunction(Source):
 
     def make(self, dtype: torch.dtype) -> nn.Module:
         model, self._loss, *_ = self._call()
-        return model.train().to(_device())
+        return model.train().to(torch.get_default_device())
 
     def loss(self, model: nn.Module, tokens: Tensor) -> Tensor:
         function = self._loss
@@ -517,11 +512,4 @@ def encode_bytes(separator: int) -> Encode:
     return lambda texts: [np.append(np.frombuffer(t.encode("latin-1"), np.uint8), np.uint32(separator)) for t in texts]
 
 
-def _device() -> torch.device:
-    """The device of ``with torch.device(...)``, to which what transformers loads has to be moved."""
-    return torch.get_default_device()
-
-
-@cache
-def _file_digest(path: Path) -> str:
-    return file_digest(path)
+_file_digest = cache(file_digest)

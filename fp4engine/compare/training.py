@@ -158,7 +158,7 @@ class Training:
     def high_precision(self) -> str:
         """What the baseline computes in, in a word: on a CPU, where nothing casts them, what the parameters are in."""
         if self.on_gpu:
-            return self.task.high_precision
+            return "BF16"
         kinds = {parameter.dtype for parameter in self.model.parameters() if parameter.is_floating_point()}
         return " and ".join(sorted(IN_A_WORD.get(kind, str(kind)) for kind in kinds))
 

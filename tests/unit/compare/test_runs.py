@@ -381,11 +381,11 @@ def test_what_a_table_cannot_show_is_refused_and_the_run_goes_on(tmp_path) -> No
     """A tensor that was noted was a TypeError many steps later; one at the end left a run that nothing could finish."""
     run = Recorder(tmp_path)
     run.step(2.0)
-    for values, said in (({"of": torch.ones(1)}, "be plain JSON values"), ({"loss": 1.0}, "leave 'loss' to the")):
+    for values, said in (({"of": torch.ones(1)}, "plain JSON values"), ({"loss": 1.0}, "leave 'loss' to the")):
         with pytest.raises(ValueError, match=f"what is noted must .*{said}"):
             run.note("mine", **values)
     for facts, said in (
-        ({"loss": torch.ones(1)}, "must be plain JSON values"),
+        ({"loss": torch.ones(1)}, "must be a dict of plain JSON values"),
         ({"status": "fine"}, "must leave 'status' to the recorder"),
         ({"peak_memory": "3 GiB"}, "peak_memory must be a number or None, got '3 GiB'"),
     ):
