@@ -11,7 +11,7 @@ import multiprocessing
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
@@ -52,6 +52,9 @@ DIGESTS = {
 
 NATIVE_PATHS = ("dot_scaled", "scaled_mm")
 """Names of the two ways to FP4 tensor cores: Triton's and PyTorch's."""
+
+PARTS = ("codes", "block scales", "outer amax")
+"""Of an operand that is cast, in their order."""
 
 RNG = (1234, 5)
 """``(seed, draw)`` of every stochastic cast."""
@@ -146,25 +149,15 @@ def devices_named(names: Sequence[str] | None) -> list[torch.device]:
     Raises:
         ValueError: a device that this machine does not have, or of a kind without checks.
     """
-    return [_device(name) for name in names] if names is not None else _all_devices()
-
-
-def _all_devices() -> list[torch.device]:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return [torch.device("cpu"), *(torch.device("cuda", index) for index in range(count))]
-
-
-def _device(name: str) -> torch.device:
-    known = ", ".join(str(device) for device in _all_devices())
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"device must be one of {known}, got {name!r}") from error
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", 0)
-    if device not in _all_devices():
-        raise ValueError(f"device must be one of {known}, got {name!r}")
-    return device
+    there = {name: torch.device(name) for name in ("cpu", *(f"cuda:{index}" for index in range(count)))}
+    chosen: list[torch.device] = []
+    for name in there if names is None else names:
+        device = there.get("cuda:0" if name == "cuda" else name)
+        if device is None:
+            raise ValueError(f"device must be one of {', '.join(there)}, got {name!r}")
+        chosen.append(device)
+    return chosen
 
 
 def _facts(devices: Sequence[torch.device]) -> Iterator[tuple[str, str]]:
@@ -221,14 +214,19 @@ def numbers(rows: int, cols: int, seed: int) -> Tensor:
 
     The sum of four bytes of a multiplicative hash of the position, less its mean, divided by 128.
     """
-    index = torch.arange(rows * cols, dtype=torch.int64) + seed * 1_000_003
-    word = index * 2_654_435_761 % (1 << 32)
-    for _ in range(2):  # a factor below 2^31, so that the product fits into int64
-        word = (word ^ (word >> 16)) * 73_244_475 % (1 << 32)
+    word = scrambled(torch.arange(rows * cols, dtype=torch.int64) + seed * 1_000_003)
     word = word ^ (word >> 16)
     total = sum((word >> shift) & 0xFF for shift in (0, 8, 16, 24))
     assert isinstance(total, Tensor)
     return ((total - 510).float() / 128).view(rows, cols)
+
+
+def scrambled(index: Tensor) -> Tensor:
+    """A multiplicative hash of int64 numbers, of 32 bits."""
+    word = index * 2_654_435_761 % (1 << 32)
+    for _ in range(2):  # a factor below 2^31, so that the product fits into int64
+        word = (word ^ (word >> 16)) * 73_244_475 % (1 << 32)
+    return word
 
 
 def cast_input() -> Tensor:
@@ -256,12 +254,17 @@ def exact_input(rows: int, cols: int, seed: int) -> Tensor:
 
 def reference_digest(recipe: str) -> str:
     """SHA-256 over the bytes of both operands of the three roles, cast by the reference on the CPU."""
-    digest = hashlib.sha256()
-    for tensor_type in TENSOR_TYPES:
-        for operand in operands_of(quantizer_of(recipe, tensor_type).with_backend("reference"), cast_input()):
-            for tensor in _parts(operand).values():
-                digest.update(bytes_of(tensor))
-    return digest.hexdigest()
+    quantizers = (quantizer_of(recipe, tensor_type).with_backend("reference") for tensor_type in TENSOR_TYPES)
+    operands = (operand for quantizer in quantizers for operand in operands_of(quantizer, cast_input()))
+    return digest(part for operand in operands for part in operand.parts)
+
+
+def digest(tensors: Iterable[Tensor]) -> str:
+    """SHA-256 of the tensors' bytes, one after the other."""
+    total = hashlib.sha256()
+    for tensor in tensors:
+        total.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
 
 
 def _reference_checks() -> Iterator[Check]:
@@ -295,25 +298,14 @@ def operands_of(quantizer: Quantizer, x: Tensor) -> list[Operand]:
     return [operand for operand in (quantized.rowwise, columnwise) if operand is not None and operand.spec is not None]
 
 
-def _parts(operand: Operand) -> dict[str, Tensor]:
-    parts = {"codes": operand.data, "block scales": operand.scale_inv, "outer amax": operand.amax}
-    return {name: tensor for name, tensor in parts.items() if tensor is not None}
-
-
-def bytes_of(tensor: Tensor) -> bytes:
-    if not tensor.numel():
-        return b""
-    return bytes(tensor.detach().cpu().contiguous().view(torch.uint8).flatten().tolist())
-
-
 def _cast_check(device: torch.device, recipe: str, role: str) -> Check:
     x, quantizer = cast_input(), quantizer_of(recipe, role)
 
     def compare() -> str:
         got = operands_of(quantizer, x.to(device))
         for mine, theirs in zip(got, operands_of(quantizer.with_backend("reference"), x), strict=True):
-            for name, tensor in _parts(mine).items():
-                if difference := _difference(tensor, _parts(theirs)[name]):
+            for name, tensor, wanted in zip(PARTS, mine.parts, theirs.parts, strict=True):
+                if difference := _difference(tensor, wanted):
                     assert mine.spec is not None
                     return f"{name} of {mine.spec.label}: {difference}"
         return ""

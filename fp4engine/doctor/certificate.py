@@ -5,7 +5,6 @@ product to :mod:`fp4engine.doctor.order`. Two machines that compute alike have t
 digests of the reference are in ``reference.json`` beside this file.
 """
 
-import hashlib
 import json
 import platform
 import time
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from fp4engine import capability, doctor, ops
 from fp4engine.arguments import require_integer, require_path
-from fp4engine.doctor import order
+from fp4engine.doctor import digest, order
 from fp4engine.files import write_atomically
 from fp4engine.formats import CastSpec, Rotation, RoundingMode, Signs
 from fp4engine.ops import sum_model
@@ -71,14 +70,6 @@ def _is_cast(row: str) -> bool:
     recipe = zoo.make(row)
     roles = [recipe.casts(tensor_type) for tensor_type in TENSOR_TYPES]
     return any(casts.rowwise or casts.columnwise for casts in roles)
-
-
-def digest(tensors: Iterable[Tensor]) -> str:
-    """SHA-256 of the tensors' bytes, one after the other."""
-    total = hashlib.sha256()
-    for tensor in tensors:
-        total.update(doctor.bytes_of(tensor))
-    return total.hexdigest()
 
 
 def _parts(*operands: Operand | None) -> Iterable[Tensor]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fp4engine.constants import BLOCK_SIZE
+from fp4engine.doctor import scrambled
 from fp4engine.ops.operand import Operand
 from fp4engine.ops.sum_model import SPEC, VARIANTS, probe, values
 from fp4engine.reference import pack, sums_of_pairs
@@ -84,10 +85,8 @@ def _answers(multiply: Multiply, left: Operand, right: Operand) -> Answers:
 
 def _order(row: int) -> Tensor:
     """A permutation of the blocks, the same on every machine; the first is the order itself."""
-    word = (torch.arange(BLOCKS, dtype=torch.int64) * ORDERS + row) * 2_654_435_761 % (1 << 32)
-    for _ in range(2):
-        word = (word ^ (word >> 16)) * 73_244_475 % (1 << 32)
-    return word.argsort(stable=True) if row else torch.arange(BLOCKS)
+    blocks = torch.arange(BLOCKS, dtype=torch.int64)
+    return scrambled(blocks * ORDERS + row).argsort(stable=True) if row else blocks
 
 
 def _permuted(operand: Operand, orders: Tensor) -> Operand:

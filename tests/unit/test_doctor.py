@@ -106,8 +106,9 @@ def test_a_check_that_raises_is_one_failure(few, monkeypatch) -> None:
 
 
 def test_a_gpus_kernels_are_compiled_beforehand(monkeypatch) -> None:
-    cpu, gpus, compiled = torch.device("cpu"), [torch.device("cuda", index) for index in range(2)], []
-    monkeypatch.setattr(doctor, "_all_devices", lambda: [cpu, *gpus])
+    compiled = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(doctor, "_facts", lambda devices: [])
     monkeypatch.setattr(doctor, "DIGESTS", {})
     monkeypatch.setattr(doctor, "_device_checks", lambda device: [partial(doctor.Check, f"{device}", "", "")])
