@@ -53,7 +53,7 @@ class Recipe:
     """
 
     frozen_class: ClassVar[type[frozen.Recipe]] = frozen.Recipe
-    by_place: ClassVar[tuple[str, ...]] = ()
+    by_place: ClassVar[str] = ""
     """Arguments that may be given without their name, in TransformerEngine's order."""
     _signature: ClassVar[inspect.Signature] = inspect.Signature()
     _fields: dict[str, Any]
@@ -61,9 +61,10 @@ class Recipe:
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
+        by_place, by_name = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
         known = dict(inspect.signature(cls.frozen_class).parameters)
-        placed = [known.pop(name).replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in cls.by_place]
-        named = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in known.values()]
+        placed = [known.pop(name).replace(kind=by_place) for name in cls.by_place.split()]
+        named = [parameter.replace(kind=by_name) for parameter in known.values()]
         cls._signature = inspect.Signature([*placed, *named])
         cls.__signature__ = cls._signature  # pyright: ignore[reportAttributeAccessIssue]
         fields = cls.frozen_class.__dataclass_fields__.items()  # for dataclasses.replace, fields and asdict
@@ -147,17 +148,8 @@ class DelayedScaling(Recipe):
     """
 
     frozen_class = frozen.DelayedScaling
-    by_place = (
-        "margin",
-        "fp8_format",
-        "amax_history_len",
-        "amax_compute_algo",
-        "scaling_factor_compute_algo",
-        "reduce_amax",
-        "fp8_dpa",
-        "fp8_mha",
-        "backward_override",
-    )
+    by_place = """margin fp8_format amax_history_len amax_compute_algo scaling_factor_compute_algo reduce_amax
+        fp8_dpa fp8_mha backward_override"""
 
     def _make(self, **fields: Any) -> frozen.Recipe:
         if callable(algorithm := fields.get("amax_compute_algo")):
@@ -165,63 +157,42 @@ class DelayedScaling(Recipe):
         return super()._make(**fields)
 
 
-_GEMMS_AND_ATTENTION = ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad", "fp8_dpa", "fp8_mha", "backward_override")
-"""What two recipes take last, in this order."""
-
-
 class Float8CurrentScaling(Recipe):
     """See :class:`fp4engine.recipe.Float8CurrentScaling`."""
 
     frozen_class = frozen.Float8CurrentScaling
-    by_place = ("use_power_2_scales", "fp8_format", *_GEMMS_AND_ATTENTION)
+    by_place = """use_power_2_scales fp8_format fp8_gemm_fprop fp8_gemm_dgrad fp8_gemm_wgrad fp8_dpa fp8_mha
+        backward_override"""
 
 
 class Float8BlockScaling(Recipe):
     """See :class:`fp4engine.recipe.Float8BlockScaling`."""
 
     frozen_class = frozen.Float8BlockScaling
-    by_place = (
-        "use_f32_scales",
-        "fp8_format",
-        "x_block_scaling_dim",
-        "w_block_scaling_dim",
-        "grad_block_scaling_dim",
-        *_GEMMS_AND_ATTENTION,
-    )
+    by_place = """use_f32_scales fp8_format x_block_scaling_dim w_block_scaling_dim grad_block_scaling_dim
+        fp8_gemm_fprop fp8_gemm_dgrad fp8_gemm_wgrad fp8_dpa fp8_mha backward_override"""
 
 
 class MXFP8BlockScaling(Recipe):
     """See :class:`fp4engine.recipe.MXFP8BlockScaling`."""
 
     frozen_class = frozen.MXFP8BlockScaling
-    by_place = ("margin", "fp8_format", "fp8_dpa", "fp8_mha", "backward_override", "enable_2d_quantization")
+    by_place = "margin fp8_format fp8_dpa fp8_mha backward_override enable_2d_quantization"
 
 
 class NVFP4BlockScaling(Recipe):
     """See :class:`fp4engine.recipe.NVFP4BlockScaling`."""
 
     frozen_class = frozen.NVFP4BlockScaling
-    by_place = (
-        "disable_rht",
-        "disable_stochastic_rounding",
-        "disable_2d_quantization",
-        "row_scaled_activation",
-        "nvfp4_4over6",
-        "nvfp4_4over6_e4m3_use_256",
-        "nvfp4_4over6_err_mode",
-        "fp4_format",
-        "fp8_format",
-        "fp8_dpa",
-        "fp8_mha",
-        "backward_override",
-    )
+    by_place = """disable_rht disable_stochastic_rounding disable_2d_quantization row_scaled_activation nvfp4_4over6
+        nvfp4_4over6_e4m3_use_256 nvfp4_4over6_err_mode fp4_format fp8_format fp8_dpa fp8_mha backward_override"""
 
 
 class CustomRecipe(Recipe):
     """See :class:`fp4engine.recipe.CustomRecipe`; a factory may return quantizers and requests of this package."""
 
     frozen_class = frozen.CustomRecipe
-    by_place = ("qfactory", "fp8_format", "fp8_dpa", "fp8_mha", "backward_override", "quantization_alignment")
+    by_place = "qfactory fp8_format fp8_dpa fp8_mha backward_override quantization_alignment"
 
     def _make(self, **fields: Any) -> frozen.Recipe:
         factory, alignment = fields.pop("qfactory"), fields.get("quantization_alignment", 1)

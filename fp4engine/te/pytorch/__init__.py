@@ -3,7 +3,7 @@
 from typing import Any
 
 from fp4engine.te import common
-from fp4engine.te.pytorch import base, module, optimizers, tensor
+from fp4engine.te.pytorch import base, module, optimizers, permutation, regions, roles, tensor
 from fp4engine.te.pytorch.attention import (
     DotProductAttention,
     InferenceParams,
@@ -17,30 +17,17 @@ from fp4engine.te.pytorch.distributed import CudaRNGStatesTracker, checkpoint
 from fp4engine.te.pytorch.export import onnx_export
 from fp4engine.te.pytorch.graph import make_graphed_callables
 from fp4engine.te.pytorch.module import *  # noqa: F403 - what its __all__ says
-from fp4engine.te.pytorch.permutation import (
-    moe_permute,
-    moe_permute_and_pad_with_probs,
-    moe_permute_with_probs,
-    moe_sort_chunks_by_index,
-    moe_sort_chunks_by_index_with_probs,
-    moe_unpermute,
-)
+from fp4engine.te.pytorch.permutation import *  # noqa: F403 - what its __all__ says
 from fp4engine.te.pytorch.quantization import (
-    DelayedScalingRequest,
-    QuantizerRequest,
-    QuantizerRole,
-    autocast,
-    fp8_autocast,
-    fp8_model_init,
     get_default_recipe,
     is_bf16_available,
     is_fp8_available,
     is_fp8_block_scaling_available,
     is_mxfp8_available,
     is_nvfp4_available,
-    quantized_model_init,
 )
-from fp4engine.te.pytorch.quantized_tensor import prepare_for_saving, restore_from_func_ctx, restore_from_saved
+from fp4engine.te.pytorch.regions import *  # noqa: F403 - what its __all__ says
+from fp4engine.te.pytorch.roles import *  # noqa: F403 - what its __all__ says
 from fp4engine.te.pytorch.tensor import *  # noqa: F403 - what its __all__ says
 from fp4engine.te.pytorch.transformer import TransformerLayer
 from fp4engine.te.pytorch.utils import (
@@ -73,20 +60,14 @@ def __getattr__(name: str) -> Any:
 __all__ = [
     "CudaRNGStatesTracker",
     "DType",
-    "DelayedScalingRequest",
     "DotProductAttention",
     "InferenceParams",
     "MultiheadAttention",
-    "QuantizerRequest",
-    "QuantizerRole",
     "RotaryPositionEmbedding",
     "TransformerLayer",
-    "autocast",
     "checkpoint",
     "common",
     "deinterleave_glu_tensor",
-    "fp8_autocast",
-    "fp8_model_init",
     "get_cpu_offload_context",
     "get_cudnn_version",
     "get_default_recipe",
@@ -99,19 +80,12 @@ __all__ = [
     "is_nvfp4_available",
     "make_graphed_callables",
     "mark_not_offload",
-    "moe_permute",
-    "moe_permute_and_pad_with_probs",
-    "moe_permute_with_probs",
-    "moe_sort_chunks_by_index",
-    "moe_sort_chunks_by_index_with_probs",
-    "moe_unpermute",
     "onnx_export",
     "optimizers",
     "parallel_cross_entropy",
-    "prepare_for_saving",
-    "quantized_model_init",
-    "restore_from_func_ctx",
-    "restore_from_saved",
 ]
 __all__ += module.__all__
+__all__ += permutation.__all__
+__all__ += regions.__all__
+__all__ += roles.__all__
 __all__ += tensor.__all__

@@ -66,7 +66,28 @@ def _role(tensor: str, doc: str) -> property:
     return property(read, write, doc=doc)
 
 
-class TransformerEngineBaseModule(Placed, ExtraState):
+class DeferredInit(torch.nn.Module):
+    """A module whose ``reset_parameters`` gives memory to what is on ``meta``."""
+
+    _is_built = False
+    _init_context: Callable[[], Any] = nullcontext
+    _preserves = False
+
+    def reset_parameters(self, defer_init: bool | None = False) -> None:
+        """Initialise the parameters; those on ``meta`` get memory first, where TransformerEngine would place them.
+
+        Args:
+            defer_init: True does nothing.
+        """
+        if defer_init:
+            return
+        if self._is_built:
+            materialize(self, self._preserves)
+        with self._init_context():
+            super().reset_parameters()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class TransformerEngineBaseModule(Placed, DeferredInit, ExtraState):
     """What TransformerEngine's modules with weights have in common.
 
     Attributes:
@@ -79,11 +100,8 @@ class TransformerEngineBaseModule(Placed, ExtraState):
     sequence_parallel = False
     delay_wgrad_compute = False
     save_original_input = False
-    _is_built = False
-    _init_context: Callable[[], Any] = nullcontext
     _ran_by: Recipe | None = None
     _stored_by: Recipe | None = None
-    _preserves = False
     _states: ModuleStates | None = None
     fp8_meta_tensors_initialized = False
     _is_watched = False
@@ -131,19 +149,6 @@ class TransformerEngineBaseModule(Placed, ExtraState):
     def _load_from_state_dict(self, *arguments: Any, **others: Any) -> None:
         share_amaxes_of_shards(self)
         super()._load_from_state_dict(*arguments, **others)
-
-    def reset_parameters(self, defer_init: bool = False) -> None:
-        """Initialise the parameters; those on ``meta`` get memory first, where TransformerEngine would place them.
-
-        Args:
-            defer_init: True does nothing.
-        """
-        if defer_init:
-            return
-        if self._is_built:
-            materialize(self, self._preserves)
-        with self._init_context():
-            super().reset_parameters()  # pyright: ignore[reportAttributeAccessIssue]
 
     def fast_setattr(self, name: str, value: Any) -> None:
         """Set an attribute."""
@@ -389,7 +394,7 @@ def quantizers_of(gemms: Any) -> dict[str, list[Any]]:
     return {"scaling_fwd": [plan.input, plan.weight, None], "scaling_bwd": [plan.grad_output, None]}
 
 
-def materialize(module: torch.nn.Module, preserve: bool = False) -> None:
+def materialize(module: torch.nn.Module, preserve: bool) -> None:
     """Give memory to the parameters of ``module`` that are on ``meta``.
 
     Args:

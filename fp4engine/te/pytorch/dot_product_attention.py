@@ -201,17 +201,21 @@ class DotProductAttention(OneContext, ExtraState):
         self,
         call: "_Call",
         layout: str,
-        tensors: tuple[Tensor, Tensor, Tensor],
+        tensors: tuple[Tensor, ...],
         inference_params: InferenceParams,
         cu_seqlens_q: Tensor | None,
     ) -> Tensor:
         """Attention of each sequence's new tokens to those in the cache and to themselves."""
         if layout == "thd":
             raise NotImplementedError("inference_params with qkv_format='thd' is not implemented; use 'bshd' or 'sbhd'")
-        lengths = inference_params.lengths_of_step(*(tensors[0].shape[layout.index(axis)] for axis in "bs"))
+        tensors = tensors if layout == "bshd" else tuple(t.transpose(0, 1) for t in tensors)
+        batch, size = tensors[0].shape[:2]
+        lengths = inference_params.lengths_of_step(batch, size)
         if cu_seqlens_q is not None and (given := cu_seqlens_q.diff().tolist()) != lengths:
             raise ValueError(f"cu_seqlens_q has sequences of {given} tokens, where pre_step was told of {lengths}")
-        queries, new_keys, new_values = (_sequences(t, layout, lengths, None) for t in tensors)
+        queries, new_keys, new_values = (
+            [sequence[:length] for sequence, length in zip(t, lengths, strict=True)] for t in tensors
+        )
         whole = inference_params.step(self.layer_number, new_keys, new_values)
         if "bottom_right" not in call.kind:  # new tokens come after those that are there
             call = call._replace(kind=call.kind.replace("causal", "causal_bottom_right"))
@@ -219,7 +223,8 @@ class DotProductAttention(OneContext, ExtraState):
             call.of_sequence(index, len(queries)).one(query, key, value)
             for index, (query, (key, value)) in enumerate(zip(queries, whole, strict=True))
         ]
-        return _put_back(parts, tensors[0], layout, None)
+        padded = [F.pad(part, (0, 0, 0, 0, 0, size - part.shape[0])) for part in parts]
+        return torch.stack(padded, dim=layout.index("b")).flatten(2)
 
     def _require_shapes(self, layout: str, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Accept what can be attended to, with axes as ``layout`` and heads and head sizes as the module has them.
@@ -321,13 +326,15 @@ def _packed(
     lengths_q, starts_q = _places("q", cu_seqlens_q, cu_seqlens_q_padded, query.shape[0])
     lengths_kv, starts_kv = _places("kv", cu_seqlens_kv, cu_seqlens_kv_padded, key.shape[0])
     _require_ends("kv", cu_seqlens_kv, len(lengths_q))
-    queries = _sequences(query, "thd", lengths_q, starts_q)
-    keys, values = (_sequences(t, "thd", lengths_kv, starts_kv) for t in (key, value))
-    parts = [
-        call.of_sequence(index, len(queries)).one(*qkv)
-        for index, qkv in enumerate(zip(queries, keys, values, strict=True))
-    ]
-    return _put_back(parts, query, "thd", starts_q)
+    pieces: list[Tensor] = []
+    end = 0
+    for index, (start, length) in enumerate(zip(starts_q, lengths_q, strict=False)):
+        own = slice(starts_kv[index], starts_kv[index] + lengths_kv[index])
+        part = call.of_sequence(index, len(lengths_q)).one(query[start : start + length], key[own], value[own])
+        pieces += [part.new_zeros(start - end, *part.shape[1:]), part]
+        end = start + length
+    pieces.append(pieces[-1].new_zeros(query.shape[0] - end, *pieces[-1].shape[1:]))
+    return torch.cat(pieces).flatten(1)
 
 
 def _require_ends(which: str, ends: Any, count: int | None = None) -> None:
@@ -405,32 +412,6 @@ def _slopes(heads: int, device: torch.device) -> Tensor:
     first = [2.0 ** (-8.0 * (i + 1) / power) for i in range(power)]
     rest = [2.0 ** (-4.0 * (2 * i + 1) / power) for i in range(heads - power)]
     return torch.tensor(first + rest, dtype=torch.float32, device=device)
-
-
-def _sequences(t: Tensor, layout: str, lengths: list[int], starts: list[int] | None) -> list[Tensor]:
-    """The sequences [length, H, D] of ``t``."""
-    if layout == "thd":
-        assert starts is not None
-        return [t[start : start + length] for start, length in zip(starts, lengths, strict=False)]
-    batch = t.unbind(0 if layout == "bshd" else 1)
-    return [sequence[:length] for sequence, length in zip(batch, lengths, strict=False)]
-
-
-def _put_back(parts: list[Tensor], like: Tensor, layout: str, starts: list[int] | None) -> Tensor:
-    """``parts`` [length, H, D] where :func:`_sequences` took them from ``like``, zeros elsewhere, heads joined."""
-    if layout == "thd":
-        assert starts is not None
-        pieces: list[Tensor] = []
-        end = 0
-        for part, start in zip(parts, starts, strict=False):
-            pieces += [part.new_zeros(start - end, *part.shape[1:]), part]
-            end = start + part.shape[0]
-        pieces.append(parts[0].new_zeros(like.shape[0] - end, *parts[0].shape[1:]))
-        return torch.cat(pieces).flatten(1)
-    axis = 0 if layout == "bshd" else 1
-    size = like.shape[1 - axis]
-    padded = [F.pad(part, (0, 0, 0, 0, 0, size - part.shape[0])) for part in parts]
-    return torch.stack(padded, dim=axis).flatten(2)
 
 
 def get_cu_seqlens(mask: Tensor) -> Tensor:

@@ -215,7 +215,7 @@ class GroupedLinear(TransformerEngineBaseModule, modules.GroupedLinear):
     def _each(self, kind: str) -> list[Any]:
         return list(getattr(self, kind).unbind()) if kind in self._joined() else super()._each(kind)
 
-    def reset_parameters(self, defer_init: bool = False) -> None:
+    def reset_parameters(self, defer_init: bool | None = False) -> None:
         """Initialise the parameters, as :meth:`Linear.reset_parameters` does; ``defer_init=True`` does nothing."""
         with torch.no_grad():  # parts of a parameter are written in place
             super().reset_parameters(defer_init)

@@ -9,16 +9,14 @@ from torch import Tensor
 
 from fp4engine import modules
 from fp4engine.functional.norm import Norm
-from fp4engine.te.pytorch.base import materialize
+from fp4engine.te.pytorch.base import DeferredInit
 
 
-class _NormHabits(torch.nn.Module):
+class _NormHabits(DeferredInit):
     """Computes in FP32, and gives the dtype of ``torch.autocast``, else of the weight.
 
-    Gradients of the parameters are summed in FP32 too. ``reset_parameters`` gives memory to what is on ``meta``.
+    Gradients of the parameters are summed in FP32 too.
     """
-
-    _is_built = False
 
     def __init__(
         self,
@@ -36,14 +34,6 @@ class _NormHabits(torch.nn.Module):
         kwargs |= {name: value for name, value in older.items() if value is not None}
         super().__init__(normalized_shape, eps=eps, zero_centered_gamma=zero_centered_gamma, **kwargs)
         self._is_built = True
-
-    def reset_parameters(self, defer_init: bool | None = None) -> None:
-        """As :meth:`TransformerEngineBaseModule.reset_parameters`."""
-        if defer_init:
-            return
-        if self._is_built:
-            materialize(self)
-        super().reset_parameters()  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise the last axes."""

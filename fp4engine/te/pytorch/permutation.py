@@ -8,6 +8,15 @@ from torch import Tensor
 
 from fp4engine.arguments import require_one_of
 
+__all__ = [
+    "moe_permute",
+    "moe_permute_and_pad_with_probs",
+    "moe_permute_with_probs",
+    "moe_sort_chunks_by_index",
+    "moe_sort_chunks_by_index_with_probs",
+    "moe_unpermute",
+]
+
 MAP_TYPES = ("mask", "index")
 
 

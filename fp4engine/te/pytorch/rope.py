@@ -107,18 +107,15 @@ def apply_rotary_pos_emb(
             here = torch.cat((front, here[end - (cp_rank + 1) * half : end - cp_rank * half]))
         return rotate(x.transpose(0, 1)[None], here, interleaved, dtype)[0].transpose(0, 1)
 
-    if tensor_format == "thd":
-        starts = [0] * batch if start_positions is None else start_positions.tolist()
-        parts = t.split(lengths)
-        return torch.cat([turned(part, start) for part, start in zip(parts, starts, strict=True)])
-    if start_positions is None and cp_size == 1:
+    if tensor_format != "thd" and start_positions is None and cp_size == 1:
         order = (0, 2, 1, 3) if tensor_format == "bshd" else (1, 2, 0, 3)
         back = (0, 2, 1, 3) if tensor_format == "bshd" else (2, 0, 1, 3)
         return rotate(t.permute(order), freqs, interleaved, dtype).permute(back).contiguous()
-    axis = 0 if tensor_format == "bshd" else 1
     starts = [0] * batch if start_positions is None else start_positions.tolist()
-    parts = t.unbind(axis)
-    return torch.stack([turned(part, start) for part, start in zip(parts, starts, strict=True)], dim=axis)
+    if tensor_format == "thd":
+        return torch.cat([turned(part, start) for part, start in zip(t.split(lengths), starts, strict=True)])
+    axis = tensor_format.index("b")
+    return torch.stack([turned(part, start) for part, start in zip(t.unbind(axis), starts, strict=True)], dim=axis)
 
 
 def apply_fused_qkv_rotary_pos_emb(

@@ -2,8 +2,10 @@
 
 import torch
 
+from fp4engine.te.pytorch import quantized_tensor
 from fp4engine.te.pytorch.constants import DType
-from fp4engine.te.pytorch.quantized_tensor import QuantizedTensor, QuantizedTensorStorage, Quantizer, rebuild
+from fp4engine.te.pytorch.quantized_tensor import *  # noqa: F403 - what its __all__ says
+from fp4engine.te.pytorch.quantized_tensor import rebuild
 from fp4engine.te.pytorch.tensor import (
     float8_blockwise_tensor,
     float8_tensor,
@@ -19,7 +21,8 @@ from fp4engine.te.pytorch.tensor.identity_tensor import *  # noqa: F403 - what i
 from fp4engine.te.pytorch.tensor.mxfp8_tensor import *  # noqa: F403 - what its __all__ says
 from fp4engine.te.pytorch.tensor.nvfp4_tensor import *  # noqa: F403 - what its __all__ says
 
-__all__ = ["QuantizedTensor", "QuantizedTensorStorage", "Quantizer"]
+__all__: list[str] = []
+__all__ += quantized_tensor.__all__
 __all__ += float8_blockwise_tensor.__all__
 __all__ += float8_tensor.__all__
 __all__ += hybrid_tensor.__all__
