@@ -127,6 +127,28 @@ def test_fakes_of_operators_on_tiles_tell_the_truth(recipe, shape) -> None:
         assert_fake_tells_the_truth(fp4.linear_backward, grad, [*kept, *weight], *told)
 
 
+@pytest.mark.parametrize("recipe", LAYERS.values(), ids=LAYERS)
+def test_a_layers_operators_take_tensors_of_any_strides(recipe) -> None:
+    """Their tag leaves strides to Inductor."""
+    plan = make_linear_plan(recipe, "linear")
+    x, weight, grad = torch.randn(32, 64).bfloat16(), torch.randn(48, 64), torch.randn(32, 48).bfloat16()
+    dtypes, needs = (torch.bfloat16, torch.float32), Needs(True, True)
+    told = (None, None, Configuration(plan, needs, 0, dtypes, None, ("", "")).encode(), 48)
+    back = (None, Configuration(plan, needs, 0, dtypes, None, ("",)).encode(), 64, None)
+
+    def results(change) -> list[torch.Tensor]:
+        state = torch.tensor([1, 2])
+        y, kept = torch.ops.fp4engine.linear_forward(change(x), change(weight), None, *told)
+        return [y, *torch.ops.fp4engine.linear_backward(change(grad), [kept], state, *back)]
+
+    contiguous = results(torch.clone)
+    columns_first = results(lambda t: t.t().contiguous().t())
+    padded = results(lambda t: torch.nn.functional.pad(t, (0, 16))[:, : t.shape[1]])
+    for expected, *others in zip(contiguous, columns_first, padded, strict=True):
+        assert all(torch.equal(expected, other) for other in others)
+    assert torch.Tag.flexible_layout in torch.ops.fp4engine.linear_backward.default.tags
+
+
 def test_outputs_are_declared_of_arguments_that_there_are() -> None:
     def _of_nothing(x: torch.Tensor) -> torch.Tensor:
         return x
