@@ -4,8 +4,7 @@ Operators get a spec as its key, a string that describes the cast. Legend: x is 
 the columnwise operand x.T; both have the contracted axis last.
 """
 
-from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import cache
 from itertools import count
 from types import ModuleType
 from typing import Any, Literal, get_args
@@ -15,7 +14,6 @@ from torch import Tensor
 
 from fp4engine import capability, reference
 from fp4engine.arguments import require_one_of
-from fp4engine.constants import ALIGNMENT, MOST_QUESTIONS
 from fp4engine.formats import CastSpec, Correction, Outer, RoundingMode
 from fp4engine.kernels.source import Asked, Source
 from fp4engine.ops import backend as backends
@@ -32,9 +30,6 @@ _COLUMNWISE = 1
 
 _PLAIN = (*PLAIN, type(None))
 """Types of an amax, given or not, with which a cast does not need PyTorch's dispatcher."""
-
-_new = tuple.__new__
-"""``_new(Operand, (...))`` is ``Operand(...)`` without a call of Python."""
 
 
 def quantize(
@@ -67,51 +62,43 @@ def quantize(
         ValueError: x is no matrix of floating-point numbers, no side is asked for, a form is unknown or would round, or
             an amax is not what :func:`amax` returns.
     """
-    kind, gated, norm = "", False, ()
+    kind, gated, statistics, gamma, beta = "", False, None, None, None
     if isinstance(x, Tensor):
         matrix = x
     elif isinstance(x, Source):
-        matrix, _, kind, gated, *norm = x
+        matrix, _, kind, gated, statistics, gamma, beta = x
     else:
         raise ValueError(f"x must be a tensor, got {type(x).__name__}")
     if rowwise is None and columnwise is None:
         raise ValueError("quantize needs rowwise or columnwise, got neither")
-    row_key, row_amax = ("", None) if rowwise is None else (rowwise.key, rowwise_amax)
-    col_key, col_amax = ("", None) if columnwise is None else (columnwise.key, columnwise_amax)
+    matrix = as_it_is(matrix)
+    if matrix.ndim != 2 or not matrix.is_floating_point():
+        raise ValueError(f"x must be a floating-point matrix [M, K], got {x.dtype} of shape {tuple(x.shape)}")
+    rows, cols = x.shape
+    require_amax("rowwise_amax", rowwise_amax, rowwise, rows, cols, matrix.device)
+    require_amax("columnwise_amax", columnwise_amax, columnwise, cols, rows, matrix.device)
+    row_key, col_key = "" if rowwise is None else rowwise.key, "" if columnwise is None else columnwise.key
     if not rowwise_form == columnwise_form == "codes":
         _require_forms(row_key, col_key, rowwise_form, columnwise_form)
+    row_amax = None if rowwise is None or rowwise.outer is Outer.NONE else rowwise_amax
+    col_amax = None if columnwise is None or columnwise.outer is Outer.NONE else columnwise_amax
     parts = (row_key, col_key, rowwise_form, columnwise_form, backend, kind, gated, x.dtype)
-    inputs = (matrix, row_amax, col_amax, rng, *norm)
-    is_direct = is_plain(matrix) and type(row_amax) in _PLAIN and type(col_amax) in _PLAIN
-    if is_direct and not matrix.is_neg() and (cast := _by_kernels(inputs, stream, backend, parts)) is not None:
-        outputs, layout, (rows, cols) = cast
-    else:
-        matrix = as_it_is(matrix)
-        if matrix.ndim != 2 or not matrix.is_floating_point():
-            raise ValueError(f"x must be a floating-point matrix [M, K], got {x.dtype} of shape {tuple(x.shape)}")
-        rows, cols = x.shape
-        require_amax("rowwise_amax", row_amax, rowwise, rows, cols, matrix.device)
-        require_amax("columnwise_amax", col_amax, columnwise, cols, rows, matrix.device)
-        row_amax = None if rowwise is None or rowwise.outer is Outer.NONE else row_amax
-        col_amax = None if columnwise is None or columnwise.outer is Outer.NONE else col_amax
+    asked, layout = _key_and_layout(row_amax is None, col_amax is None, rng is None, *parts)
+    if layout is None:
+        assert isinstance(x, Tensor)
+        own = amax(x, rowwise, columnwise, rng=rng, stream=stream, backend=backend)
+        row_amax, col_amax = own[0] if row_amax is None else row_amax, own[1] if col_amax is None else col_amax
         asked, layout = _key_and_layout(row_amax is None, col_amax is None, rng is None, *parts)
-        if layout is None:
-            assert isinstance(x, Tensor)
-            own = amax(x, rowwise, columnwise, rng=rng, stream=stream, backend=backend)
-            row_amax, col_amax = own[0] if row_amax is None else row_amax, own[1] if col_amax is None else col_amax
-            asked, layout = _key_and_layout(row_amax is None, col_amax is None, rng is None, *parts)
-            assert layout is not None
-        run = _quantize if is_direct else torch.ops.fp4engine.quantize
-        statistics, gamma, beta = norm or (None, None, None)
-        outputs = run(matrix, row_amax, col_amax, rng, statistics, gamma, beta, stream, asked)
+        assert layout is not None
+    is_direct = is_plain(matrix) and type(row_amax) in _PLAIN and type(col_amax) in _PLAIN
+    run = _quantize if is_direct else torch.ops.fp4engine.quantize
+    outputs = run(matrix, row_amax, col_amax, rng, statistics, gamma, beta, stream, asked)
     made: list[Any] = [*outputs, None, row_amax, col_amax]
     row = col = None
     if rowwise is not None:
-        data, scale_inv, outer = layout[0]
-        row = _new(Operand, (rowwise, rows, cols, made[data], made[scale_inv], made[outer]))
+        row = Operand(rowwise, rows, cols, *[made[place] for place in layout[0]])
     if columnwise is not None:
-        data, scale_inv, outer = layout[1]
-        col = _new(Operand, (columnwise, cols, rows, made[data], made[scale_inv], made[outer]))
+        col = Operand(columnwise, cols, rows, *[made[place] for place in layout[1]])
     return row, col
 
 
@@ -130,11 +117,6 @@ def _drawn(rowwise: str, columnwise: str, amax_alone: bool) -> str:
             return spec.key
     return ""
 
-
-Inputs = tuple[Tensor | None, ...]
-"""What a cast reads: x, the amax given for each side, and the draw; of a source also its statistics, gamma and beta."""
-
-Shape = tuple[int, int]
 
 Layout = tuple[tuple[int, int, int], tuple[int, int, int]]
 """Where the data, the block scales and the outer amax of each side are, in a list of what a cast returns followed by
@@ -351,15 +333,13 @@ def _quantize(
     stream: int,
     asked: str,
 ) -> list[Tensor]:
-    question = Asked.from_key(asked)
-    norm = (statistics, gamma, beta) if question.kind else ()
-    inputs = (x, rowwise_amax, columnwise_amax, rng, *norm)
-    if (cast := _by_kernels(inputs, stream, question.backend, question)) is not None:
-        return cast[0]
+    question, given = Asked.from_key(asked), (rowwise_amax, columnwise_amax)
     covered = (question.rowwise, question.columnwise, question.dtype)
-    path = backends.choose("quantize", x.device, question.backend, covered, casts_supported)
-    assert path == "reference" and not question.kind, "only kernels compute a function while they cast it"
-    given = (rowwise_amax, columnwise_amax)
+    if backends.choose("quantize", x.device, question.backend, covered, casts_supported) == "triton":
+        inputs = (x, *given, rng, *((statistics, gamma, beta) if question.kind else ()))
+        told = tuple([None if tensor is None else kernels().meta_of(tensor) for tensor in inputs])
+        return kernels().resolve_cast(told, x.device, question, rowwise_amax is columnwise_amax, stream)(*inputs)
+    assert not question.kind, "only kernels compute a function while they cast it"
     layout = _laid_out(question, rowwise_amax is None, columnwise_amax is None, rng is None)
     assert layout is not None, "quantize rounds an amax before it casts by it"
     outputs: list[Tensor] = []
@@ -372,61 +352,6 @@ def _quantize(
         if layout[side][2] == len(outputs):
             outputs.append(amax)
     return outputs
-
-
-def _by_kernels(
-    inputs: Inputs, stream: int, backend: str, parts: tuple[Any, ...]
-) -> tuple[list[Tensor], Layout, Shape] | None:
-    """What kernels make of ``inputs``, given the parts of an :class:`Asked`, where, and the shape of what is cast.
-
-    None if kernels are not to run, or as of :func:`_resolved`.
-
-    All that depends on neither values nor addresses is one look into a cache: each takes the host as long as a tenth of
-    the launch of a small cast.
-    """
-    x, row_amax, col_amax = inputs[:3]
-    assert x is not None
-    device = x.device
-    if backend == "reference" or not capability.triton_runs_on(device)[0]:
-        return None
-    if (row_amax is not None and row_amax.device != device) or (col_amax is not None and col_amax.device != device):
-        return None
-    # The metadata of each tensor, as plain tuples: without a call of Python for each.
-    told = tuple([None if t is None else (t.shape, t.stride(), t.dtype, t.data_ptr() % ALIGNMENT == 0) for t in inputs])
-    if (resolved := _resolved(told, row_amax is col_amax, device, stream, parts)) is None:
-        return None
-    launch, layout, shape = resolved
-    backends.record("quantize/triton")
-    return launch(*inputs), layout, shape
-
-
-@lru_cache(maxsize=MOST_QUESTIONS)
-def _resolved(
-    told: tuple[Any, ...], shared: bool, device: torch.device, stream: int, parts: Any
-) -> tuple[Callable[..., list[Tensor]], Layout, Shape] | None:
-    """The launch of a cast, its layout and the shape of what is cast, given the metadata of :data:`Inputs` as tuples.
-
-    None unless kernels cover the cast, x is a matrix, amaxes are as :func:`amax` returns them, and none is lacking that
-    has to be rounded.
-    """
-    asked = Asked(*parts)
-    x, row_amax, col_amax, rng, *norm = [meta and kernels().TensorMeta(*meta) for meta in told]
-    given = [row_amax, col_amax]
-    is_matrix = len(x.shape) == 2 and x.dtype.is_floating_point
-    if not (is_matrix and casts_supported(asked.rowwise, asked.columnwise, asked.dtype)[0]):
-        return None
-    rows, cols = x.shape[0], x.shape[1] // (1 + asked.gated)
-    for side, ((key, _), shape) in enumerate(zip(asked.sides, ((rows, cols), (cols, rows)), strict=True)):
-        if (amax := given[side]) is not None:
-            spec = CastSpec.from_key(key)
-            if (amax.shape, amax.dtype) != (amax_shape(spec, *shape), torch.float32):
-                return None
-            given[side] = None if spec.outer is Outer.NONE else amax
-    layout = _laid_out(asked, given[0] is None, given[1] is None, rng is None)
-    if layout is None:
-        return None
-    tensors = (x, *given, rng, *norm)
-    return kernels().resolve_cast(tensors, device, asked, shared, stream), layout, (rows, cols)
 
 
 def _dequantize(
