@@ -2,7 +2,7 @@
 
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -49,6 +49,11 @@ class Quantizer:
     backend: str = "auto"
     clipped_gradient: bool = field(default=False, kw_only=True)
 
+    is_stateful: ClassVar[bool] = False
+    """Whether scales depend on earlier steps."""
+    joins_group: ClassVar[bool] = True
+    """Whether its amax is shared over an ``amax_reduction_group``; ranks that share the tensor always share it."""
+
     is_stochastic: bool = field(init=False, repr=False, compare=False)
     draws_in_forward: bool = field(init=False, repr=False, compare=False)
     is_identity: bool = field(init=False, repr=False, compare=False)
@@ -59,10 +64,12 @@ class Quantizer:
         _ = self.casts  # raises
         # Fields and not properties: torch.compile reads them where it does not follow a frozen value's properties.
         specs = [spec for spec in (self.rowwise_spec, self.columnwise_spec) if spec is not None]
-        object.__setattr__(self, "is_stochastic", any(spec.is_stochastic for spec in specs))
         at_once = specs if self.columnwise_source == "original" else [self.rowwise_spec]
-        object.__setattr__(self, "draws_in_forward", any(spec is not None and spec.is_stochastic for spec in at_once))
-        object.__setattr__(self, "is_identity", not specs)
+        vars(self).update(
+            is_stochastic=any(spec.is_stochastic for spec in specs),
+            draws_in_forward=any(spec is not None and spec.is_stochastic for spec in at_once),
+            is_identity=not specs,
+        )
 
     @property
     def casts(self) -> Casts:
@@ -87,16 +94,6 @@ class Quantizer:
         other = copy(self)
         object.__setattr__(other, "backend", backend)
         return other
-
-    @property
-    def is_stateful(self) -> bool:
-        """True if scales depend on earlier steps."""
-        return False
-
-    @property
-    def joins_group(self) -> bool:
-        """True if its amax is shared over an ``amax_reduction_group``; ranks that share the tensor always share it."""
-        return True
 
     @property
     def only_casts(self) -> bool:

@@ -5,7 +5,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -290,6 +290,8 @@ class RememberingQuantizer(Quantizer):
         evaluates: whether it is noted in a copy of the history instead, which is then forgotten.
     """
 
+    is_stateful: ClassVar[bool] = True
+
     history: AmaxHistory | None = field(default=None, compare=False, repr=False)
     memory: Memory = field(default_factory=dict[str, AmaxHistory], compare=False, repr=False)
     turn: Turn | None = field(default=None, compare=False, repr=False)
@@ -329,11 +331,6 @@ class RememberingQuantizer(Quantizer):
                 "another kind of checkpoint around it"
             )
         return replace(self, turn=turns[0])
-
-    @property
-    def is_stateful(self) -> bool:
-        """True: scales come from the history."""
-        return True
 
     def remembering_in(self, memory: dict[str, Any], tensor_type: str) -> Self:
         """The same quantizer with the history that ``memory`` has for this role; a new one is added if it has none."""
@@ -393,7 +390,7 @@ class DelayedQuantizer(RememberingQuantizer):
         return replace(self, turn=Turn())
 
     @property
-    def joins_group(self) -> bool:
+    def joins_group(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]: a property of the value here
         """Whether amaxes are shared over autocast's ``amax_reduction_group``: the recipe's ``reduce_amax``."""
         return self.recipe.reduce_amax
 

@@ -6,6 +6,7 @@ from fp4engine.quantizers.delayed import DelayedQuantizer
 from fp4engine.quantizers.held import HeldQuantizer
 from fp4engine.quantizers.nvfp4 import NVFP4Quantizer
 from fp4engine.recipe import CustomRecipe, DelayedScaling, HeldScaling, NVFP4BlockScaling, Recipe
+from fp4engine.recipe.base import require_recipes
 from fp4engine.roles import TENSOR_TYPES, QuantizerRole
 
 
@@ -15,8 +16,7 @@ def make_quantizer(recipe: Recipe, role: QuantizerRole) -> Quantizer:
     Raises:
         ValueError: no recipe or no role, unknown ``role.tensor_type``, or a recipe that has no answer.
     """
-    if not isinstance(recipe, Recipe):
-        raise ValueError(f"recipe must be an fp4engine.recipe.Recipe, got {recipe!r}")
+    require_recipes(recipe=recipe)
     if not isinstance(role, QuantizerRole):
         raise ValueError(f"role must be a QuantizerRole, got {role!r}")
     require_one_of("role.tensor_type", role.tensor_type, TENSOR_TYPES)

@@ -127,6 +127,8 @@ class Recipe:
     """Whether the answer may depend on a module's name or shape."""
     reads_names: ClassVar[bool] = False
     """Whether the answer may depend on a module's name."""
+    is_delayed: ClassVar[bool] = False
+    """Whether some scale is made of earlier steps' amaxes, so that the end of a step matters."""
 
     if TYPE_CHECKING:  # set by _take_number, and no field
 
@@ -225,11 +227,6 @@ class Recipe:
     def float8_per_tensor_scaling(cls) -> bool:
         """Whether this is delayed or current scaling."""
         return cls.delayed() or cls.float8_current_scaling()
-
-    @property
-    def is_delayed(self) -> bool:
-        """True if some scale is made of earlier steps' amaxes, so that the end of a step matters."""
-        return False
 
     def of(self, role: QuantizerRole) -> "Recipe":
         """The recipe of the module that ``role`` belongs to; itself unless it has rules."""

@@ -5,7 +5,7 @@ Source: TransformerEngine ``common/recipe/__init__.py``.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -35,18 +35,25 @@ class _FP8Recipe(Recipe):
         if complaint := unsummable(self.accumulation, "an operand", fp8(E4M3)):
             raise ValueError(complaint)
 
+    def casts(self, tensor_type: str) -> Casts:
+        """The casts of a role, whose rowwise and columnwise operands are cast alike."""
+        spec = self._spec(tensor_type)
+        return Casts(spec, spec)
+
+    def _spec(self, tensor_type: str) -> CastSpec:
+        raise NotImplementedError
+
+    def _element(self, tensor_type: str) -> ElementFormat:
+        require_one_of("tensor_type", tensor_type, TENSOR_TYPES)
+        fp8_format = vars(self)["fp8_format"]
+        is_e5m2 = fp8_format is Format.E5M2 or (fp8_format is Format.HYBRID and tensor_type == "grad_output")
+        return E5M2 if is_e5m2 else E4M3
+
     @classmethod
     def _from_plain(cls, name: str, value: Any) -> Any:
         if name in _GEMM_OPTIONS.values():
             return MMParams(**require_object(name, value, ("use_split_accumulator",)))
         return super()._from_plain(name, value)
-
-
-def _element(fp8_format: Format, tensor_type: str) -> ElementFormat:
-    require_one_of("tensor_type", tensor_type, TENSOR_TYPES)
-    if fp8_format is Format.HYBRID:
-        return E5M2 if tensor_type == "grad_output" else E4M3
-    return E5M2 if fp8_format is Format.E5M2 else E4M3
 
 
 @dataclass(frozen=True)
@@ -80,10 +87,8 @@ class Float8CurrentScaling(_FP8Recipe):
 
     fp8_quant_fwd_weight = fp8_quant_bwd_grad = fp8_quant_fwd_inp
 
-    def casts(self, tensor_type: str) -> Casts:
-        """The casts of a role, whose rowwise and columnwise operands are cast alike."""
-        spec = fp8(_element(self.fp8_format, tensor_type), power_of_two=self.use_power_2_scales)
-        return Casts(spec, spec)
+    def _spec(self, tensor_type: str) -> CastSpec:
+        return fp8(self._element(tensor_type), power_of_two=self.use_power_2_scales)
 
     def mm_params(self, gemm: str) -> MMParams:
         """The settings of a GEMM: ``"fprop"``, ``"dgrad"`` or ``"wgrad"``."""
@@ -111,6 +116,8 @@ class DelayedScaling(_FP8Recipe):
         fp8_dpa, fp8_mha: only False.
     """
 
+    is_delayed: ClassVar[bool] = True
+
     margin: int = 0
     fp8_format: Format = Format.HYBRID
     amax_history_len: int = 1024
@@ -135,20 +142,13 @@ class DelayedScaling(_FP8Recipe):
         if not callable(self.amax_compute_algo):
             require_one_of("amax_compute_algo", self.amax_compute_algo, ("max", "most_recent"))
 
-    def casts(self, tensor_type: str) -> Casts:
-        """The casts of a role, whose rowwise and columnwise operands are cast alike."""
-        spec = fp8(_element(self.fp8_format, tensor_type), margin=self.margin)
-        return Casts(spec, spec)
+    def _spec(self, tensor_type: str) -> CastSpec:
+        return fp8(self._element(tensor_type), margin=self.margin)
 
     def mm_params(self, gemm: str) -> MMParams:
         """Fast accumulation in fprop, as TransformerEngine does."""
         require_one_of("gemm", gemm, GEMMS)
         return FAST if gemm == "fprop" else SPLIT
-
-    @property
-    def is_delayed(self) -> bool:
-        """True: scales come from earlier steps."""
-        return True
 
 
 @dataclass(frozen=True)
@@ -192,12 +192,10 @@ class Float8BlockScaling(_FP8Recipe):
 
     fp8_quant_fwd_weight = fp8_quant_bwd_grad = fp8_quant_fwd_inp
 
-    def casts(self, tensor_type: str) -> Casts:
-        """The casts of a role, whose rowwise and columnwise operands are cast alike."""
-        element = _element(self.fp8_format, tensor_type)
+    def _spec(self, tensor_type: str) -> CastSpec:
+        element = self._element(tensor_type)
         rows = 128 if getattr(self, _BLOCK_DIMS[tensor_type]) == 2 else 1
-        spec = fp8_block(element, rows, power_of_two=not self.use_f32_scales)
-        return Casts(spec, spec)
+        return fp8_block(element, rows, power_of_two=not self.use_f32_scales)
 
 
 @dataclass(frozen=True)
@@ -221,8 +219,6 @@ class MXFP8BlockScaling(_FP8Recipe):
         super().__post_init__()
         require_one_of("margin", self.margin, (0,))
 
-    def casts(self, tensor_type: str) -> Casts:
-        """The casts of a role, whose rowwise and columnwise operands are cast alike."""
+    def _spec(self, tensor_type: str) -> CastSpec:
         rows = 32 if tensor_type == "weight" and self.enable_2d_quantization else 1
-        spec: CastSpec = mx(_element(self.fp8_format, tensor_type), ScaleRule.TOPBINADE, rows=rows)
-        return Casts(spec, spec)
+        return mx(self._element(tensor_type), ScaleRule.TOPBINADE, rows=rows)

@@ -9,7 +9,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from fp4engine.arguments import require_integer, require_one_of, shown
 from fp4engine.formats import UE5M3, CastSpec, Correction, Outer, OwnScaleRule, RoundingMode, Signs
@@ -135,6 +135,8 @@ class HeldScaling(LinearRecipe):
     Source: arXiv 2609.02846; ue5m3-fp4 815651b.
     """
 
+    is_delayed: ClassVar[bool] = True
+
     hold: int = 50
 
     def __post_init__(self) -> None:
@@ -143,11 +145,6 @@ class HeldScaling(LinearRecipe):
         for role in TENSOR_TYPES:
             if wrong := _unheld(role, self.casts(role)):
                 raise ValueError(wrong)
-
-    @property
-    def is_delayed(self) -> bool:
-        """True: scales come from earlier steps."""
-        return True
 
 
 def _unheld(role: str, casts: Casts) -> str:

@@ -134,7 +134,7 @@ class RuledRecipe(_RecipeOfRecipes):
         return self.default.of(role)
 
     @property
-    def is_delayed(self) -> bool:
+    def is_delayed(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]: a property of the value here
         """True if the recipe of some module is."""
         return self.default.is_delayed or any(rule.recipe.is_delayed for rule in self.rules)
 
