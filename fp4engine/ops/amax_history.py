@@ -122,8 +122,4 @@ def _hold_amax(due: Tensor, amax: Tensor, current: Tensor, hold: int, one: float
     return reference.hold_amax(due, amax, now, current, hold, one)
 
 
-def _hold_amax_outputs() -> list[Output]:
-    return [Output((1,), torch.float32)]
-
-
-define(_hold_amax, _hold_amax_outputs, mutates_args=("due", "amax"))
+define(_hold_amax, lambda: [Output((1,), torch.float32)], mutates_args=("due", "amax"))

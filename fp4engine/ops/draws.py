@@ -192,9 +192,5 @@ def _next_forward_draw(token: Tensor, count: int, name: str, is_forward: bool) -
     return _source.take(rng.state_of(token.device, name), count)
 
 
-def _draw_output() -> list[Output]:
-    return [Output((2,), torch.int64)]
-
-
-define(_next_draw, _draw_output, mutates_args=("state",))
-define(_next_forward_draw, _draw_output, mutates_args=("token",))
+define(_next_draw, lambda: [Output((2,), torch.int64)], mutates_args=("state",))
+define(_next_forward_draw, lambda: [Output((2,), torch.int64)], mutates_args=("token",))

@@ -49,23 +49,23 @@ class TiledOperand(NamedTuple):
 
     def rowwise(self, backend: str = "auto") -> Operand:
         """The operand [rows, cols], with each tile's scale for all its rows."""
-        data, scale_inv = _spread(self, False, backend)
-        return Operand(self.spec, self.rows, self.cols, data, scale_inv, self.amax)
+        return self._spread(False, backend)
 
     def columnwise(self, backend: str = "auto") -> Operand:
         """The operand of the transposed matrix under the same cast."""
-        data, scale_inv = _spread(self, True, backend)
-        return Operand(self.spec, self.cols, self.rows, data, scale_inv, self.amax)
+        return self._spread(True, backend)
+
+    def _spread(self, transposed: bool, backend: str) -> Operand:
+        spec, rows, cols, parts, packed = self
+        run = _spread_tiles if is_plain(packed) else torch.ops.fp4engine.spread_tiles
+        made = run(packed, spec.key, rows, cols, parts, transposed, backend)
+        rows, cols = (cols, rows) if transposed else (rows, cols)
+        return Operand(spec, rows, cols, made[0], made[1], self.amax)
 
 
 @constant_when_traced
 def _amax_at(spec: str, rows: int, cols: int) -> int:
     return Part.of(CastSpec.from_key(spec), rows, cols).amax
-
-
-def _spread(tiled: TiledOperand, transposed: bool, backend: str) -> list[Tensor]:
-    run = _spread_tiles if is_plain(tiled.packed) else torch.ops.fp4engine.spread_tiles
-    return run(tiled.packed, tiled.spec.key, tiled.rows, tiled.cols, tiled.parts, transposed, backend)
 
 
 def _spread_tiles(
