@@ -96,8 +96,8 @@ class GatherableWeights:
                 packed = ops.largest_magnitudes([shard.values for *_, shard in shards]).to(device)
                 ops.all_reduce_amax(packed, group)
             reduced = ReducedAmaxes(packed)
-            for index, (weight, parameter, shard) in enumerate(shards):
-                weight.know(reduced, index, (shard.serial, parameter._version, shard.values._version))
+            for index, (weight, parameter, _) in enumerate(shards):
+                weight.know(reduced, index, _version(parameter))
 
     def cast(self, first: "GatherableWeight", dtype: torch.dtype) -> None:
         """Cast the shard of ``first``, and some behind it that were last sent in ``dtype`` and have changed since."""
@@ -249,9 +249,7 @@ class GatherableWeight:
 
     def is_known(self, parameter: DTensor) -> bool:
         """Whether the known amax belongs to the present values of ``parameter``, the sharded weight."""
-        shard: Any = local_tensor(parameter)  # .to_local() returns a view, which has no version counter of its own
-        version = shard.serial, parameter._version, shard.values._version
-        return self._reduced is not None and version == self._version
+        return self._reduced is not None and _version(parameter) == self._version
 
     def amax(self, dtype: torch.dtype) -> Tensor | None:
         """The outer amax of the weight in ``dtype``, see :meth:`ReducedAmaxes.get`; None if its cast has none.
@@ -276,7 +274,7 @@ class GatherableWeight:
         if parameter is None:
             return None
         shard: Any = local_tensor(parameter)
-        state = self._forgotten, (shard.serial, parameter._version, shard.values._version)
+        state = self._forgotten, _version(parameter)
         return None if self._sent is not None and self._sent_as[1] == state else (shard.values, state)
 
     def keep(self, sent: Sent, dtype: torch.dtype) -> None:
@@ -299,7 +297,7 @@ class GatherableWeight:
                 f"{self.name} was replaced by another parameter after FSDP2 had sharded it, and FSDP2 would gather the "
                 "one before; write the new values into the parameter that is there, or call load_state_dict"
             )
-        state = self._forgotten, (shard.serial, parameter._version, shard.values._version)
+        state = self._forgotten, _version(parameter)
         if shard.values is not values:
             return send([(self, values, state)], dtype)[0]
         if self._sent is None or self._sent_as != (dtype, state):
@@ -324,6 +322,12 @@ class GatherableWeight:
                 )
             self._placed = (*placed, ranks)
         return self._placed[3]
+
+
+def _version(parameter: DTensor) -> Version:
+    """The version of a sharded weight."""
+    shard: Any = local_tensor(parameter)  # .to_local() returns a view, which has no version counter of its own
+    return shard.serial, parameter._version, shard.values._version
 
 
 class PreAllGather:
@@ -445,19 +449,16 @@ class ShardedWeight(torch.Tensor):
         kwargs, written = kwargs or {}, _written(func)
         shards: list[ShardedWeight] = []
         changed: list[ShardedWeight] = []
-        plain_args: list[Any] = []
-        for argument in args:
+
+        def plain(place: int | str, argument: Any) -> Any:
             first = len(shards)
-            plain_args.append(_plain(argument, shards))
-            if len(plain_args) - 1 in written:
-                changed += shards[first:]
-        plain_kwargs: dict[str, Any] = {}
-        for name, argument in kwargs.items():
-            first = len(shards)
-            plain_kwargs[name] = _plain(argument, shards)
-            if name in written:
-                changed += shards[first:]
-        result = func(*plain_args, **plain_kwargs)
+            made = _plain(argument, shards)
+            if place in written:
+                changed.extend(shards[first:])
+            return made
+
+        plain_args = [plain(index, argument) for index, argument in enumerate(args)]
+        result = func(*plain_args, **{name: plain(name, argument) for name, argument in kwargs.items()})
         for shard in changed:
             if shard.weight is not None:
                 shard.weight.forget()
@@ -501,16 +502,7 @@ def _plain(argument: Any, shards: list[ShardedWeight]) -> Any:
     if isinstance(argument, ShardedWeight):
         shards.append(argument)
         return argument.values
-    if not isinstance(argument, (list, tuple)):
-        return argument
-    plain: list[Any] = []
-    for element in argument:
-        if isinstance(element, ShardedWeight):
-            shards.append(element)
-            plain.append(element.values)
-        else:
-            plain.append(_plain(element, shards) if isinstance(element, (list, tuple)) else element)
-    return plain
+    return [_plain(element, shards) for element in argument] if isinstance(argument, (list, tuple)) else argument
 
 
 @cache

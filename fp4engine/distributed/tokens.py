@@ -65,7 +65,8 @@ def all_to_all_tokens(
     if isinstance(tokens, DTensor):
         raise ValueError("tokens must be a plain tensor, got a DTensor; its rows on this rank are tokens.to_local()")
     for name, cast in (("quantizer", quantizer), ("grad_quantizer", grad_quantizer)):
-        _require_token_cast(name, cast)
+        if cast is not None and (reason := _why_not_by_token(name, cast)):
+            raise ValueError(f"{name} must cast every token by itself: {reason}")
     ranks = _ranks(group)
     received = _counts("output_splits", output_splits, ranks)
     sent = _counts("input_splits", input_splits, ranks)
@@ -193,19 +194,14 @@ def _require_same_rows(names: str, device: str, dtype: str, width: int | None, c
     known.add((dtype, cast, grad_cast))
 
 
-def _require_token_cast(name: str, quantizer: Quantizer | None) -> None:
-    """Raise a ValueError unless the argument ``name`` is None, or casts every row of a matrix by itself."""
-    if quantizer is None:
-        return
+def _why_not_by_token(name: str, quantizer: Quantizer) -> str:
+    """Why the argument ``name`` does not cast every token by itself; empty if it does.
+
+    Raises:
+        ValueError: it is no quantizer.
+    """
     if not isinstance(quantizer, Quantizer):
         raise ValueError(f"{name} must be a Quantizer or None, got {shown(quantizer)}")
-    reason = _why_not_by_token(quantizer)
-    if reason:
-        raise ValueError(f"{name} must cast every token by itself: {reason}")
-
-
-def _why_not_by_token(quantizer: Quantizer) -> str:
-    """Why ``quantizer`` does not cast every token by itself; empty if it does."""
     spec = quantizer.rowwise_spec
     if quantizer.is_stateful or not quantizer.only_casts:
         return f"{type(quantizer).__name__} needs more than its values"
