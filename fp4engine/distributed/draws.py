@@ -5,7 +5,8 @@ from collections import Counter
 from torch import nn
 
 from fp4engine.arguments import require_integer, require_model
-from fp4engine.modules import Gemms, GroupedLinear
+from fp4engine.modules import GroupedLinear
+from fp4engine.modules.gemms import require_layers
 from fp4engine.ops.rng import MOST_RANK
 
 
@@ -42,9 +43,7 @@ def draw_by_layer(model: nn.Module, replica: int, *, prefix: str = "", first_exp
         if isinstance(module, GroupedLinear)
         for i, gemms in enumerate(module.gemms)
     }
-    layers = {path: module for path, module in model.named_modules() if isinstance(module, Gemms)}
-    if not layers:
-        raise ValueError(f"this {type(model).__name__} has no layer of fp4engine's; call fp4engine.convert first")
+    layers = require_layers(model)
     nameless = [path or type(module).__name__ for path, module in layers.items() if not module.name]
     if nameless:
         raise ValueError(f"{', '.join(nameless)} has no name; fp4engine.convert gives names, and so does name=")

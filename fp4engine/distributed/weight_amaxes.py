@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fp4engine import ops
 from fp4engine.arguments import require_model
 from fp4engine.formats import ScaleRule
-from fp4engine.modules import Gemms
+from fp4engine.modules.gemms import Gemms, require_layers
 from fp4engine.modules.shared_weight import SharedWeight, WeightAmaxes
 from fp4engine.ops.reduce import share_amaxes
 from fp4engine.quantizers import Quantizer
@@ -32,10 +32,7 @@ def share_weight_amaxes(model: nn.Module) -> None:
         ValueError: the model has no layer of fp4engine's.
     """
     require_model(model)
-    layers = [module for module in model.modules() if isinstance(module, Gemms)]
-    if not layers:
-        raise ValueError(f"this {type(model).__name__} has no layer of fp4engine's; call fp4engine.convert first")
-    hooks = _Hooks(layers)
+    hooks = _Hooks(list(require_layers(model).values()))
     model.register_forward_pre_hook(hooks.before)
     model.register_forward_hook(hooks.after, always_call=True)
 

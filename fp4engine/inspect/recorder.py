@@ -424,8 +424,6 @@ def _holds(optimizer: Optimizer, model: torch.nn.Module) -> bool:
 
 def _chosen(model: torch.nn.Module, patterns: Sequence[str]) -> dict[str, Gemms]:
     layers = layers_of(model)
-    if not layers:
-        raise ValueError("the model has no layer of fp4engine's; call fp4engine.convert(model) first")
     if not patterns:
         raise ValueError("layers must have at least one pattern, got none")
     for pattern in patterns:

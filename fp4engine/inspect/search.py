@@ -199,7 +199,7 @@ class _Runs:
                         f"{len(losses)} after {self._steps}; one of a run that stops as it diverges must not be finite"
                     )
             self._losses[key] = tail
-        return last_quarter_mean(self._losses[key])
+        return _mean(self._losses[key])
 
     def require_kept_back(self) -> None:
         """Check that there are as many runs as are kept back; runs that were made before may have found more for free.
@@ -225,11 +225,10 @@ def last_quarter(losses: Sequence[float]) -> float:
     Raises:
         ValueError: no losses.
     """
-    return last_quarter_mean(_last_quarter(losses))
+    return _mean(_last_quarter(losses))
 
 
-def last_quarter_mean(tail: Sequence[float]) -> float:
-    """Mean of what :func:`_last_quarter` returned."""
+def _mean(tail: Sequence[float]) -> float:
     return sum(tail) / len(tail)
 
 
@@ -521,8 +520,6 @@ def flops_of(model: torch.nn.Module) -> dict[str, int]:
     """
     require_model(model)
     layers = layers_of(model)
-    if not layers:
-        raise ValueError("the model has no layer of fp4engine's; call fp4engine.convert(model) first")
     flops: dict[str, int] = {}
     whole: dict[str, str] = {}
     for path, layer in layers.items():

@@ -22,6 +22,7 @@ from fp4engine.functional.eager import Eager
 from fp4engine.functional.program import Request
 from fp4engine.functional.shards import Shards, Wholes
 from fp4engine.modules import Gemms
+from fp4engine.modules.gemms import require_layers
 from fp4engine.modules.identity import plain_path
 from fp4engine.modules.sharded import is_distributed, layout_of
 from fp4engine.quantizers import Quantizer
@@ -169,11 +170,11 @@ class _Watched:
 
 
 def layers_of(model: torch.nn.Module) -> dict[str, Gemms]:
-    """Every layer of ``model`` that multiplies by a weight, by its path there without what wrappers add.
+    """The layers of ``model``, see :func:`require_layers`, by their paths there without what wrappers add.
 
     Where that is the path of two, as of what PEFT has copied, each has its whole path.
     """
-    layers = {path: module for path, module in model.named_modules() if isinstance(module, Gemms)}
+    layers = require_layers(model)
     times = Counter(map(plain_path, layers))
     return {path if times[plain_path(path)] > 1 else plain_path(path): layer for path, layer in layers.items()}
 

@@ -60,14 +60,7 @@ def is_conv1d(module: nn.Module) -> bool:
 
 def adopted_names(model: nn.Module) -> list[str]:
     """Names of the modules that ``adopt`` of :func:`adoptable` has converted."""
-    return [name for name, module in model.named_modules() if _is_adopted(module)]
-
-
-def _is_adopted(module: nn.Module) -> bool:
-    if isinstance(module, TorchMultiheadAttention) or is_conv1d(module):
-        return True
-    hugging_face = _hugging_face()
-    return hugging_face is not None and hugging_face.is_adopted(module)
+    return [name for name, module in model.named_modules() if _undo(module) is not None]
 
 
 def compute_buffers(model: nn.Module) -> None:
@@ -102,14 +95,20 @@ def adapter_names(model: nn.Module) -> list[str]:
 
 def release(module: nn.Module) -> bool:
     """Undo what ``adopt`` of :func:`adoptable` did; False if ``module`` was not converted by it."""
-    hugging_face, adopted = _hugging_face(), cast(Any, module)
+    undo = _undo(module)
+    if undo is not None:
+        undo()
+    return undo is not None
+
+
+def _undo(module: nn.Module) -> Callable[[], None] | None:
+    """What undoes the conversion of ``module``; None if ``adopt`` of :func:`adoptable` has not converted it."""
     if isinstance(module, TorchMultiheadAttention) or is_conv1d(module):
-        adopted.release()
-    elif hugging_face is not None and hugging_face.is_adopted(module):
-        hugging_face.release_experts(module)
-    else:
-        return False
-    return True
+        return cast(Any, module).release
+    hugging_face = _hugging_face()
+    if hugging_face is not None and hugging_face.is_adopted(module):
+        return partial(hugging_face.release_experts, module)
+    return None
 
 
 def require_plain_class(name: str, module: nn.Module, action: str) -> None:

@@ -363,3 +363,15 @@ class Gemms(Planned):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._remembering = Remembering(self)
+
+
+def require_layers(model: torch.nn.Module) -> dict[str, Gemms]:
+    """Every layer of ``model`` that multiplies by a weight, by its path there.
+
+    Raises:
+        ValueError: there is none.
+    """
+    layers = {path: module for path, module in model.named_modules() if isinstance(module, Gemms)}
+    if not layers:
+        raise ValueError(f"this {type(model).__name__} has no layer of fp4engine's; call fp4engine.convert first")
+    return layers
