@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import torch
 
+from fp4engine.arguments import require_one_of
 from fp4engine.formats import E2M1, E4M3, E5M2, ElementFormat
 from fp4engine.functional.attention import MASK_TYPES
 
@@ -58,8 +59,7 @@ def fp8_element(name: str, dtype: DType | int) -> ElementFormat:
         ValueError: the argument ``fp8_dtype`` of ``name`` is no 8-bit float.
     """
     dtype = DType.cast(dtype)
-    if dtype not in (DType.kFloat8E4M3, DType.kFloat8E5M2):
-        raise ValueError(f"{name}(fp8_dtype=) must be DType.kFloat8E4M3 or DType.kFloat8E5M2, got {dtype!r}")
+    require_one_of(f"{name}(fp8_dtype=)", dtype, (DType.kFloat8E4M3, DType.kFloat8E5M2))
     return ELEMENTS[dtype]
 
 

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from fp4engine import ops
+from fp4engine.arguments import require_one_of
 from fp4engine.modules.te_arguments import refuse
 from fp4engine.te.pytorch.base_storage import QuantizedTensorStorage
 from fp4engine.te.pytorch.quantized_tensor import Quantizer, decoded
 from fp4engine.tensor import Operand
 
 __all__ = ["general_gemm", "general_grouped_gemm"]
-
-LAYOUTS = ("TN", "NN", "NT")
 
 
 def general_gemm(
@@ -68,8 +67,7 @@ def general_gemm(
         extra_output=(extra_output, None),
         bulk_overlap=(bulk_overlap, False),
     )
-    if layout not in LAYOUTS:
-        raise ValueError(f"general_gemm(layout=) must be one of {', '.join(map(repr, LAYOUTS))}, got {layout!r}")
+    require_one_of("general_gemm(layout=)", layout, ("TN", "NN", "NT"))
     if accumulate and (out is None or isinstance(out, QuantizedTensorStorage)):
         got = "None" if out is None else f"a {type(out).__name__}"
         raise ValueError(f"general_gemm(accumulate=True) needs out, the plain tensor to add to, got {got}")
@@ -140,27 +138,27 @@ def general_grouped_gemm(
                 f"{out[0].shape[0]} in all; got {None if m_splits is None else list(m_splits)}"
             )
         places = out[0].split(list(m_splits))
-    counts = {"A": len(A), "B": len(B), "out": len(places), "quantization_params": len(quantization_params)}
-    counts |= {"bias": len(bias)} if use_bias and bias is not None else {}
+    biases = bias if use_bias and bias is not None else [None] * len(A)
+    given = {"A": A, "B": B, "out": places, "quantization_params": quantization_params, "bias": biases}
+    counts = {name: len(each) for name, each in given.items()}
     if len(set(counts.values())) != 1:
         raise ValueError(f"A, B, results, quantizers and biases must be equally many, got {counts}")
-    biases = bias if use_bias and bias is not None else [None] * len(A)
     grads: list[Tensor | None] = []
-    for index, place in enumerate(places):
-        made = general_gemm(
-            A[index],
-            B[index],
+    for left, right, place, quantizer, bias_of_one in zip(*given.values(), strict=True):
+        _, bias_grad, *_ = general_gemm(
+            left,
+            right,
             out_dtype,
-            quantization_params[index],
+            quantizer,
             gelu,
             accumulate=accumulate,
             layout=layout,
             out=place,
-            bias=biases[index],
+            bias=bias_of_one,
             use_split_accumulator=use_split_accumulator,
             grad=grad,
         )
-        grads.append(made[1])
+        grads.append(bias_grad)
     return out[0] if single_output else out, grads, [None] * len(A)
 
 

@@ -25,6 +25,12 @@ def matrix_shape(shape: Iterable[int]) -> tuple[int, int]:
     return math.prod(leading), last
 
 
+def operand_shape(shape: Iterable[int], side: str) -> tuple[int, int]:
+    """``(rows, cols)`` of the operand ``"rowwise"`` or ``"columnwise"`` of a tensor of ``shape``."""
+    rows, cols = matrix_shape(shape)
+    return (rows, cols) if side == "rowwise" else (cols, rows)
+
+
 def transposed_shape(shape: Iterable[int]) -> tuple[int, ...]:
     """``shape`` with the last axis first."""
     whole = tuple(shape)

@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 
 from fp4engine.formats import CastSpec
 from fp4engine.te.pytorch.base_storage import QuantizedTensorStorage
-from fp4engine.te.pytorch.layout import ScaleLayout, codes, matrix_shape, rectangle, transposed_shape, up_to
+from fp4engine.te.pytorch.layout import ScaleLayout, codes, matrix_shape, operand_shape, rectangle, transposed_shape
 from fp4engine.te.pytorch.quantized_tensor import WHOLE, Part, QuantizedTensor, Quantizer, listed
 from fp4engine.te.pytorch.quantizer import spec_of
 from fp4engine.te.pytorch.tensor.identity_tensor import IdentityQuantizer
@@ -43,8 +43,7 @@ class BlockStorage(QuantizedTensorStorage):
     @classmethod
     def _laid_codes(cls, side: str, operand: Operand, shape: Iterable[int]) -> Tensor:
         """The stored codes of a tensor of ``shape``: in its own shape, or columnwise in the transposed shape."""
-        turned = tuple(shape) if side == "rowwise" else transposed_shape(shape)
-        return operand.data[:, : operand.cols].reshape(turned).contiguous()
+        return operand.data[:, : operand.cols].reshape(cls._empty_codes(side, shape)).contiguous()
 
     def _read_codes(self, side: str, spec: CastSpec, rows: int, cols: int) -> Tensor:
         """Inverse of :meth:`_laid_codes`."""
@@ -69,16 +68,14 @@ class BlockStorage(QuantizedTensorStorage):
 
     def _spec(self, side: str) -> CastSpec:
         """What the codes of ``side`` were cast by, as far as decoding asks."""
-        spec = spec_of(self._get_quantizer(), side)
+        spec = spec_of(self._read_by(), side)
         assert spec is not None
         return spec
 
     def _operand(self, side: str) -> Operand | None:
         if not self.has(side):
             return None
-        rows, cols = matrix_shape(self.shape)
-        if side == "columnwise":
-            rows, cols = cols, rows
+        rows, cols = operand_shape(self.shape, side)
         spec, layout = self._spec(side), self._layout(side, self._words())
         laid: Tensor = getattr(self, f"_{side}_scale_inv")
         scale_inv = layout.read(laid, rows, spec, cols, self._with_gemm_swizzled_scales)
@@ -88,7 +85,7 @@ class BlockStorage(QuantizedTensorStorage):
         made = self._tensors()
         for side in filter(self.has, SIDES):
             name, spec, layout = f"_{side}_scale_inv", self._spec(side), self._layout(side, self._words())
-            rows, cols = matrix_shape(self.shape)[:: 1 if side == "rowwise" else -1]
+            rows, cols = operand_shape(self.shape, side)
             laid: Tensor = getattr(self, name)
             if laid.shape != layout.shape(rows, spec.num_blocks(cols)):  # of a part
                 made[name] = layout.lay(layout.read(laid, rows, spec, cols))
@@ -145,7 +142,7 @@ class BlockStorage(QuantizedTensorStorage):
             return None
         is_turned = side == "columnwise"
         lead, along = (cols, rows) if is_turned else (rows, cols)
-        end, block = matrix_shape(self.shape)[not is_turned], self._spec(side).block[1]
+        end, block = operand_shape(self.shape, side)[1], self._spec(side).block[1]
         if along.start % block or (along.stop % block and along.stop != end):
             return None
         scales: Tensor = getattr(self, f"_{side}_scale_inv")
@@ -197,7 +194,7 @@ class BlockStorage(QuantizedTensorStorage):
             name, multiple = f"_{side}_scale_inv", self._layout(side, self._words()).multiples[0]
             if name in meta["field_names"]:
                 scales: Tensor = getattr(self, name)
-                setattr(self, name, pad(scales, (0, 0, 0, up_to(scales.shape[0], multiple) - scales.shape[0])))
+                setattr(self, name, pad(scales, (0, 0, 0, -scales.shape[0] % multiple)))
 
 
 class BlockTensor(BlockStorage, QuantizedTensor):
@@ -254,13 +251,16 @@ class BlockQuantizer(Quantizer):
 
     def get_scale_shape(self, shape: Iterable[int], columnwise: bool) -> tuple[int, int]:
         """Shape of the block scales of a tensor of ``shape``, with their padding."""
-        rows, cols = matrix_shape(shape)
-        rows, cols = (cols, rows) if columnwise else (rows, cols)
         side = SIDES[columnwise]
+        rows, cols = operand_shape(shape, side)
         spec = spec_of(self, side)
         assert spec is not None
-        blocks = -(-cols // spec.block[1])
-        return self.tensor_class._layout(side, self.storage_words()).shape(rows, blocks)
+        return self.tensor_class._layout(side, self.storage_words()).shape(rows, spec.num_blocks(cols))
+
+    @staticmethod
+    def get_columnwise_shape(shape: Iterable[int]) -> tuple[int, ...]:
+        """``shape`` with the last axis first, as columnwise codes are stored: two of NVFP4 in a byte."""
+        return transposed_shape(shape)
 
     def _sides(self) -> list[str]:
         return [side for side, used in zip(SIDES, (self.rowwise_usage, self.columnwise_usage), strict=True) if used]

@@ -1,18 +1,18 @@
 """FP8 in blocks of 1x128 or 128x128 by TransformerEngine's names."""
 
-from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fp4engine.arguments import require_one_of
 from fp4engine.formats import CastSpec, fp8, fp8_block
 from fp4engine.quantizers.base import Quantizer as FrozenQuantizer
 from fp4engine.reference import round_outer_amax
 from fp4engine.reference.scaling import block_amax
 from fp4engine.te.pytorch.constants import DType, fp8_element
-from fp4engine.te.pytorch.layout import ScaleLayout, matrix_shape, remember, remembered, transposed_shape, up_to
+from fp4engine.te.pytorch.layout import ScaleLayout, matrix_shape, remember, remembered
 from fp4engine.te.pytorch.quantizer import decoded, spec_of
 from fp4engine.te.pytorch.tensor.block_storage import SIDES, BlockQuantizer, BlockStorage, BlockTensor
 from fp4engine.te.pytorch.tensor.float8_tensor import require_epsilon
@@ -134,9 +134,9 @@ class Float8BlockwiseQTensorStorage(BlockStorage):
             )
         if meta["direction"] == "columnwise":
             data, scales = data.movedim(-1, 0).contiguous(), scales.T
-        scales = pad(scales, (0, up_to(scales.shape[1], 4) - scales.shape[1])).contiguous()
-        self.__setattr__(f"_{meta['direction']}_data", data)
-        self.__setattr__(f"_{meta['direction']}_scale_inv", scales)
+        scales = pad(scales, (0, -scales.shape[1] % 4)).contiguous()
+        setattr(self, f"_{meta['direction']}_data", data)
+        setattr(self, f"_{meta['direction']}_scale_inv", scales)
 
 
 def _wide_scales(side: Operand) -> Tensor:
@@ -181,8 +181,7 @@ class Float8BlockQuantizer(BlockQuantizer):
     ) -> None:
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         fp8_element("Float8BlockQuantizer", fp8_dtype)
-        if block_scaling_dim not in (1, 2):
-            raise ValueError(f"Float8BlockQuantizer(block_scaling_dim=) must be 1 or 2, got {block_scaling_dim!r}")
+        require_one_of("Float8BlockQuantizer(block_scaling_dim=)", block_scaling_dim, (1, 2))
         self.dtype = DType.cast(fp8_dtype)
         self.amax_epsilon = require_epsilon("Float8BlockQuantizer", amax_epsilon)
         self.force_pow_2_scales, self.block_scaling_dim, self.block_len = force_pow_2_scales, block_scaling_dim, 128
@@ -208,11 +207,6 @@ class Float8BlockQuantizer(BlockQuantizer):
 
     def storage_words(self) -> dict[str, Any]:
         return {"fp8_dtype": self.dtype, "is_2D_scaled": self.block_scaling_dim == 2}
-
-    @staticmethod
-    def get_columnwise_shape(shape: Iterable[int]) -> tuple[int, ...]:
-        """``shape`` with the last axis first, which is how columnwise codes are stored."""
-        return transposed_shape(shape)
 
     def is_requantization_safe(self) -> bool:
         return True

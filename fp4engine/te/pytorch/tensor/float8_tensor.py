@@ -14,7 +14,7 @@ from fp4engine.reference import round_outer_amax
 from fp4engine.reference.scaling import encode_scale
 from fp4engine.te.pytorch.base_storage import QuantizedTensorStorage
 from fp4engine.te.pytorch.constants import DType, fp8_element
-from fp4engine.te.pytorch.layout import codes, matrix_shape, remember, remembered, transposed_shape
+from fp4engine.te.pytorch.layout import codes, matrix_shape, operand_shape, remember, remembered, transposed_shape
 from fp4engine.te.pytorch.quantized_tensor import Part, QuantizedTensor, Quantizer, decoded, listed
 from fp4engine.tensor import Operand
 from fp4engine.tensor import QuantizedTensor as Operands
@@ -75,9 +75,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
     def _operand(self, side: str) -> Operand | None:
         if not self.has(side):
             return None
-        rows, cols = matrix_shape(self.shape)
-        if side == "columnwise":
-            rows, cols = cols, rows
+        rows, cols = operand_shape(self.shape, side)
         spec = CastSpec(fp8_element(type(self).__name__, self._fp8_dtype), (0, 0), FP32, **_AS_STORED)
         amax, data = self._scale_inv.float().view(1), getattr(self, self._SIDES[side][0])
         return Operand(spec, rows, cols, codes(data, rows, spec, cols), data.new_empty((rows, 0)), amax)

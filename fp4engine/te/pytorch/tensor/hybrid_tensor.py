@@ -6,6 +6,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from fp4engine.arguments import require_one_of
 from fp4engine.formats import CastSpec
 from fp4engine.quantizers.base import Quantizer as FrozenQuantizer
 from fp4engine.recipe.casts import ColumnwiseSource
@@ -281,11 +282,8 @@ class HybridQuantizer(Quantizer):
                     f"HybridQuantizer({name}_quantizer=) must be a Quantizer, and does not support nested "
                     f"QuantizerRequests; got {quantizer!r}"
                 )
-        if columnwise_source not in ("original", "rowwise_dequantized"):
-            raise ValueError(
-                "HybridQuantizer(columnwise_source=) must be 'original' or 'rowwise_dequantized', "
-                f"got {columnwise_source!r}"
-            )
+        sources = ("original", "rowwise_dequantized")
+        require_one_of("HybridQuantizer(columnwise_source=)", columnwise_source, sources)
         self.rowwise_quantizer, self.columnwise_quantizer = rowwise_quantizer.copy(), columnwise_quantizer.copy()
         self.columnwise_source: ColumnwiseSource = columnwise_source
         self.rowwise_quantizer.set_usage(rowwise=True, columnwise=False)

@@ -101,7 +101,8 @@ class MXFP8Quantizer(BlockQuantizer):
     def storage_words(self) -> dict[str, Any]:
         return {"fp8_dtype": self.dtype, "with_gemm_swizzled_scales": self.optimize_for_gemm}
 
-    def get_columnwise_shape(self, shape: Iterable[int]) -> tuple[int, ...]:
+    @staticmethod
+    def get_columnwise_shape(shape: Iterable[int]) -> tuple[int, ...]:
         """Shape of the columnwise codes, which lie as the tensor does."""
         return tuple(shape)
 

@@ -12,7 +12,7 @@ from fp4engine.quantizers.base import Quantizer as FrozenQuantizer
 from fp4engine.quantizers.nvfp4 import NVFP4Quantizer as FrozenNVFP4Quantizer
 from fp4engine.te.pytorch.constants import DType
 from fp4engine.te.pytorch.layout import ScaleLayout, matrix_shape, transposed_shape, up_to
-from fp4engine.te.pytorch.quantizer import decoded, spec_of
+from fp4engine.te.pytorch.quantizer import decoded
 from fp4engine.te.pytorch.tensor.block_storage import BlockQuantizer, BlockStorage, BlockTensor
 from fp4engine.te.pytorch.tensor.float8_tensor import share_amaxes
 from fp4engine.tensor import Operand
@@ -89,11 +89,6 @@ class NVFP4TensorStorage(BlockStorage):
         mine = {**self._words(), "with_gemm_swizzled_scales": None}
         alike = by is not None and {**by.storage_words(), "with_gemm_swizzled_scales": None} == mine
         return by if alike else self._default_quantizer()
-
-    def _spec(self, side: str) -> CastSpec:
-        spec = spec_of(self._read_by(), side)
-        assert spec is not None
-        return spec
 
     def _default_quantizer(self) -> "NVFP4Quantizer":
         return NVFP4Quantizer(
@@ -235,11 +230,6 @@ class NVFP4Quantizer(BlockQuantizer):
 
     def is_requantization_safe(self) -> bool:
         return not self.stochastic_rounding
-
-    @staticmethod
-    def get_columnwise_shape(shape: Any) -> tuple[int, ...]:
-        """Shape of the transposed tensor, without which columnwise codes make no sense."""
-        return transposed_shape(shape)
 
     @staticmethod
     def convert_shape_for_fp4(shape: Any) -> tuple[int, ...]:
