@@ -1,7 +1,7 @@
 """A weight that is stored as operands of its products, and that other operations see as their decoded values."""
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -106,10 +106,14 @@ class QuantizedWeight(torch.Tensor):
         """The tensors that are stored, in the order of the class's attributes."""
         return tuple(vars(self)[name] for name in self._names if name in vars(self))
 
+    def _held(self) -> Iterable[Tensor]:
+        """The plain tensors that are stored."""
+        return self.tensors()
+
     @property
     def nbytes(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Bytes of the tensors that are stored."""
-        return sum(tensor.nbytes for tensor in self.tensors())
+        return sum(tensor.nbytes for tensor in self._held())
 
     def matrices(self) -> list["QuantizedWeight"]:
         """The matrices [N, K] that products multiply by, sharing this weight's memory: itself, or one per expert.
@@ -208,11 +212,11 @@ class QuantizedWeight(torch.Tensor):
 
     def is_shared(self) -> bool:
         """Whether codes, scales and amax lie in shared memory."""
-        return all(tensor.is_shared() for tensor in self.tensors())
+        return all(tensor.is_shared() for tensor in self._held())
 
-    def share_memory_(self) -> "QuantizedWeight":
+    def share_memory_(self) -> Self:
         """Move codes, scales and amax to shared memory."""
-        for tensor in self.tensors():
+        for tensor in self._held():
             tensor.share_memory_()
         return self
 
@@ -290,7 +294,7 @@ class QuantizedWeight(torch.Tensor):
                 f"{func} would write into the values of a weight that is stored as codes, and they would be lost; call "
                 "it with each of weight.tensors(), viewed as bytes, or with weight.dequantize() to send its values"
             )
-        return _compute_on_values(func, args, kwargs)
+        return compute_on_values(func, args, kwargs)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return [name for name in self._names if name in vars(self)], (self.quantizer, self.dtype, self.transposed)
@@ -470,7 +474,7 @@ def stored_as(
     return tuple(torch.empty((*groups, *part.shape), dtype=part.dtype, device="meta") for part in parts)
 
 
-def _compute_on_values(func: Any, args: Any, kwargs: Any) -> Any:
+def compute_on_values(func: Any, args: Any, kwargs: Any) -> Any:
     """Run ``func`` on decoded values, and quantize those that it has changed in place."""
     weights = {id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, QuantizedWeight)}
     values = {key: weight._values() for key, weight in weights.items()}

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from fp4engine.arguments import require_data
-from fp4engine.modules.quantized_weight import QuantizedWeight, taken_apart
+from fp4engine.modules.quantized_weight import QuantizedWeight, compute_on_values, taken_apart
 from fp4engine.ops.reduce import ranges
 from fp4engine.quantizers.base import Quantizer as FrozenQuantizer
 from fp4engine.te.pytorch.base_storage import (
@@ -232,21 +232,6 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: igno
         sides = (given.rowwise, given.columnwise)
         return tuple(tensor for side in sides if side is not None for tensor in side.tensors if tensor is not None)
 
-    @property
-    def nbytes(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Bytes of what is stored."""
-        return sum(tensor.nbytes for tensor in self._held())
-
-    def is_shared(self) -> bool:
-        """Whether what is stored lies in shared memory."""
-        return all(tensor.is_shared() for tensor in self._held())
-
-    def share_memory_(self) -> Any:
-        """Move what is stored to shared memory."""
-        for tensor in self._held():
-            tensor.share_memory_()
-        return self
-
     def _values(self) -> Tensor:
         return self.values_in(self.dtype)
 
@@ -363,19 +348,7 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: igno
                 )
         if func.namespace == "c10d" and _is_written(func._opname, args):
             raise lost(f"{func}, which writes into its tensors,")
-        plain_args, plain_kwargs = tree_map(_values, (tuple(args), kwargs))
-        result = func(*plain_args, **plain_kwargs)
-        for index, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            given = args[index] if index < len(args) else kwargs.get(argument.name)
-            plain = plain_args[index] if index < len(args) else plain_kwargs.get(argument.name)
-            several = isinstance(given, list | tuple)
-            for one, values in zip(given, plain, strict=True) if several else [(given, plain)]:
-                if isinstance(one, QuantizedTensor):
-                    one.quantize_(values)
-                    result = result if several else one  # operations on lists return nothing
-        return result
+        return compute_on_values(func, args, kwargs)
 
     def _empty(self, shape: Iterable[int], **kwargs: Any) -> Any:
         """A tensor of this kind and of the same sides, whose bytes are zeros."""
@@ -511,7 +484,3 @@ NEW = (aten.empty_like.default, aten.new_empty.default, aten.new_zeros.default)
 
 WHOLE = (aten.view.default, aten._unsafe_view.default)
 """Operations that give a tensor's values other axes."""
-
-
-def _values(leaf: Any) -> Any:
-    return leaf.values_in(leaf.dtype) if isinstance(leaf, QuantizedTensor) else leaf
