@@ -129,22 +129,18 @@ class TransformerEngineBaseModule(Placed, DeferredInit, ExtraState):
             theirs["recipe"] = as_frozen(theirs["recipe"])
         super().__init__(**theirs)
         self.save_original_input = given.get("save_original_input", False)
-        self._built(given["bias"])
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out of copies the weight gradients still to be computed, which belong to this module's weights."""
-        base: Any = super()
-        return {**base.__getstate__(), "_delayed": []}
-
-    def _built(self, bias: bool) -> None:
-        """Complete the module after the constructor of fp4engine's module has run."""
-        self.use_bias, self._is_built = bias, True
+        self.use_bias, self._is_built = given["bias"], True
         for part in self.modules():
             if isinstance(part, Gemms):
                 part.overwrites = overwrites_main_grad
                 part.later = self._additions if self.delay_wgrad_compute else None
         if self._stored_by is not None:
             dress_weights(self, self._stored_by)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out of copies the weight gradients still to be computed, which belong to this module's weights."""
+        base: Any = super()
+        return {**base.__getstate__(), "_delayed": []}
 
     def _load_from_state_dict(self, *arguments: Any, **others: Any) -> None:
         share_amaxes_of_shards(self)

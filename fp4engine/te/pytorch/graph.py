@@ -6,8 +6,6 @@ import torch
 
 from fp4engine.te.pytorch.quantization import AnyRecipe, autocast
 
-_ABSENT = (None, False)
-
 
 def make_graphed_callables(
     modules: Any,
@@ -41,7 +39,7 @@ def make_graphed_callables(
     """
     unknown = {**others, "cache_quantized_params": cache_quantized_params, "fp8_weight_caching": fp8_weight_caching}
     for name, value in unknown.items():
-        if value not in _ABSENT and not (name == "clone_param_grads_on_return" and value is True):
+        if value not in (None, False) and not (name == "clone_param_grads_on_return" and value is True):
             raise NotImplementedError(f"make_graphed_callables({name}={value!r}) is not implemented; leave it out")
     if not torch.cuda.is_available():
         raise RuntimeError("make_graphed_callables needs a CUDA device: graphs are CUDA's")

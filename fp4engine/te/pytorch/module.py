@@ -252,14 +252,16 @@ class GroupedLinear(TransformerEngineBaseModule, modules.GroupedLinear):
         """
         if dgrad_out is not None:
             _require_place("dgrad_out", dgrad_out, inp)
-            inp = _GradientInto.apply(inp, dgrad_out)
+            inp = inp.view_as(inp)
+            if inp.requires_grad:
+                inp.register_hook(dgrad_out.copy_)
         result = self._run(super().forward, inp, m_splits, is_first_microbatch)
         output, *rest = result if isinstance(result, tuple) else (result,)
         if self.return_bias and self.single_grouped_bias:
             rest = [self.bias]
         if out is not None:
             _require_place("out", out, output)
-            output = _WriteInto.apply(output, out)
+            output = out.copy_(output)
         return self._returned((output, *rest)) if rest else output
 
 
@@ -278,25 +280,3 @@ def is_module_grouped_tensor_path_supported(recipe: Any, dtype: torch.dtype) -> 
     Counts on the device, single parameters and given outputs work without it.
     """
     return False
-
-
-class _WriteInto(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, out: Tensor) -> Tensor:
-        ctx.mark_dirty(out)
-        return out.copy_(output)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
-
-
-class _GradientInto(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, inp: Tensor, place: Tensor) -> Tensor:
-        ctx.place = place
-        return inp.view_as(inp)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.place.copy_(grads[0]), None

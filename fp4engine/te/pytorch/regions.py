@@ -194,11 +194,10 @@ def put_in_force(enabled: bool, calibrating: bool, recipe: AnyRecipe | None, gro
 def recipe_as_given() -> AnyRecipe | None:
     """The recipe of the region in force, as it was given; None outside regions."""
     current = state.current_state()
-    if current is None:
-        return None
-    opened = thread.open[-1] if thread.open else None
-    is_given = opened is not None and opened.recipe is not None and opened.region.state is current
-    return opened.recipe if is_given and opened is not None else current.recipe
+    for innermost in thread.open[-1:]:
+        if innermost.recipe is not None and innermost.region.state is current:
+            return innermost.recipe
+    return None if current is None else current.recipe
 
 
 def seed(device: torch.device) -> None:

@@ -39,16 +39,15 @@ def dress_weights(module: Any, recipe: Recipe) -> None:
 
 def weight_quantizers(recipe: Recipe, roles: Sequence[QuantizerRole | None]) -> list[Quantizer]:
     """The quantizers of the weights among ``roles``; none by a recipe that TransformerEngine does not have."""
+    asked: list[Any] = [role for role in roles if role is not None and role.tensor_type == "weight"]
     if isinstance(recipe, CustomRecipe):
         factory: Any = recipe.qfactory.factory if isinstance(recipe.qfactory, Answering) else recipe.qfactory
-        made = [factory(role) for role in roles if role is not None and role.tensor_type == "weight"]
-        return [quantizer for quantizer in made if isinstance(quantizer, Quantizer)]
+        return [made for made in map(factory, asked) if isinstance(made, Quantizer)]
     try:
-        state = RecipeState.create(recipe, mode="forward", num_quantizers=len(roles), roles=list(roles))
+        state = RecipeState.create(recipe, mode="forward", num_quantizers=len(asked), roles=asked)
     except ValueError:
         return []
-    made = zip(roles, state.make_quantizers(), strict=True)
-    return [quantizer for role, quantizer in made if role is not None and role.tensor_type == "weight"]
+    return state.make_quantizers()
 
 
 def _dressed(weight: Tensor, quantizer: Quantizer) -> QuantizedTensor | None:
