@@ -23,7 +23,7 @@ from fp4engine.arguments import require_bool, require_integer, require_model, re
 from fp4engine.formats import CastSpec
 from fp4engine.inspect import statistics
 from fp4engine.inspect.reading import FILE, append, cut_unfinished_line, stamp
-from fp4engine.inspect.rows import Row, described, has_process_group
+from fp4engine.inspect.rows import Part, Row, described, has_process_group
 from fp4engine.inspect.statistics import Counted, Figures
 from fp4engine.inspect.watch import Seen, Spread, drawn, layers_of, watching
 from fp4engine.modules import Gemms
@@ -208,7 +208,7 @@ class Heard:
                 figures = figures.among_channels(number, spread.place(role, "rowwise")[1], whole[1])
         for number, (role, matrix) in enumerate(tensors.items()):
             fields = {"kind": "tensor", "layer": layer, "role": role, "shape": list(wholes[role] or matrix.shape)}
-            row = Row(fields, figures, number, elements=matrix.numel())
+            row = Row(fields, figures, number, part=Part(elements=matrix.numel()))
             self._tensors[layer, role] = _spread_row(row, spread, role, "rowwise")
         for number, seen in enumerate(cast, len(tensors)):
             self._operands[layer, seen.role, seen.side] = figures, number
@@ -249,7 +249,7 @@ class Heard:
         sources, made = (left.source, right.source), (left.operand, right.operand)
         fields = {"kind": "gemm", "layer": layer, "gemm": gemm, "rows": count, "of_rows": rows}
         figures = statistics.product_figures(sources, made, chosen, terms)
-        return Row(fields, figures, counts=spread is None or spread.is_first(*parts))
+        return Row(fields, figures, part=Part(counts=spread is None or spread.is_first(*parts)))
 
     def _choose(self, count: int, rows: int, first: int, here: int, device: torch.device) -> Tensor:
         """Which of ``count`` rows, spread evenly over ``rows``, this rank has, with ``here`` rows from ``first`` on."""
@@ -471,7 +471,8 @@ def _spread_row(row: Row, spread: Spread | None, role: TensorType, side: str) ->
     if spread is None:
         return row
     parts = [group for axis in (0, 1) for group in spread.groups(role, side, axis)]
-    return row._replace(place=spread.place(role, side), counts=role == "weight" or spread.is_first(*parts))
+    counts = role == "weight" or spread.is_first(*parts)
+    return row._replace(part=row.part._replace(place=spread.place(role, side), counts=counts))
 
 
 def scalars(row: dict[str, Any]) -> Iterator[tuple[str, float]]:

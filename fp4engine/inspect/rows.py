@@ -18,6 +18,20 @@ CHANNELS = 4
 """How many of a tensor's largest channels a row names."""
 
 
+class Part(NamedTuple):
+    """What one rank has of a row.
+
+    Attributes:
+        place: row and column of the whole operand at which this rank's part begins.
+        elements: how many elements of a tensor this rank has.
+        counts: False where another rank has the same part, and counts it.
+    """
+
+    place: tuple[int, int] = (0, 0)
+    elements: int = 0
+    counts: bool = True
+
+
 class Row(NamedTuple):
     """One row of a record whose numbers are still on the device.
 
@@ -25,40 +39,27 @@ class Row(NamedTuple):
         fields: what is known of the row on the host.
         figures, number: the row's numbers are row ``number`` of ``figures``.
         spec: the cast of an operand.
-        place: row and column of the whole operand at which this rank's part begins.
-        elements: how many elements of a tensor this rank has.
-        counts: False where another rank has the same part, and counts it.
+        part: what this rank has of it.
     """
 
     fields: dict[str, Any]
     figures: Figures
     number: int = 0
     spec: CastSpec | None = None
-    place: tuple[int, int] = (0, 0)
-    elements: int = 0
-    counts: bool = True
-
-
-class _Part(NamedTuple):
-    """One rank's part of a row, see :class:`Row`."""
-
-    place: tuple[int, int]
-    elements: int
-    counts: bool
+    part: Part = Part()
 
 
 class _Numbers(NamedTuple):
     """A row's numbers on the host, merged over all ranks.
 
     Attributes:
-        sums: as in :class:`fp4engine.inspect.statistics.Figures`.
-        maxima: as there, or for a tensor the result of :func:`_largest_channels`.
+        sums, maxima: as in :class:`fp4engine.inspect.statistics.Figures`.
         worst: blocks ``(row, col, error, signal, rank)`` of all ranks.
         elements: how many elements of a tensor were counted.
     """
 
     sums: list[float]
-    maxima: list[float]
+    maxima: Tensor
     worst: list[tuple[float, ...]]
     elements: int
 
@@ -70,7 +71,7 @@ def described(rows: list[Row]) -> Iterator[dict[str, Any]]:
     and makes the rows.
     """
     groups = list({id(row.figures): row.figures for row in rows}.values())
-    parts = [[_Part(row.place, row.elements, row.counts) for row in rows]]
+    parts = [[row.part for row in rows]]
     if has_process_group():
         parts = _require_equal([[row.fields for row in rows], [figures.sizes for figures in groups]], parts[0])
     if not rows:
@@ -85,29 +86,8 @@ def described(rows: list[Row]) -> Iterator[dict[str, Any]]:
     counts = [len(figures.sizes) for figures in groups]
     begins = {id(figures): end - count for figures, count, end in zip(groups, counts, accumulate(counts), strict=True)}
     places = [begins[id(row.figures)] + row.number for row in rows]
-    are_channels = {place for row, place in zip(rows, places, strict=True) if row.fields["kind"] == "tensor"}
-    condensed = [] if maxima is None else _condensed(maxima, [size.maxima for size in sizes], are_channels)
-    copied = _Copy(torch.cat([numbers, *(values.flatten() for _, values in condensed)]))
-    return _described(rows, places, parts, sizes, condensed, copied)
-
-
-def _condensed(maxima: Tensor, counts: list[int], are_channels: set[int]) -> list[tuple[list[int], Tensor]]:
-    """The maxima that rows need, as pairs of places of rows and a matrix with the maxima of each.
-
-    Args:
-        counts: how many maxima belong to each row.
-        are_channels: places of the rows that hold maxima of channels, of which only the largest are kept.
-    """
-    alike: dict[tuple[bool, int], list[int]] = {}
-    for place, count in enumerate(counts):
-        if count:
-            alike.setdefault((place in are_channels, count), []).append(place)
-    pieces = maxima.split(counts)
-    condensed: list[tuple[list[int], Tensor]] = []
-    for (of_channels, _), places in alike.items():
-        stacked = torch.stack([pieces[place] for place in places])
-        condensed.append((places, _largest_channels(stacked) if of_channels else stacked))
-    return condensed
+    copied = _Copy(numbers if maxima is None else torch.cat([numbers, maxima]))
+    return _described(rows, places, parts, sizes, copied)
 
 
 class _Copy:
@@ -124,40 +104,24 @@ class _Copy:
 
 
 def _described(
-    rows: list[Row],
-    places: list[int],
-    parts: list[list[_Part]],
-    sizes: tuple[Size, ...],
-    condensed: list[tuple[list[int], Tensor]],
-    copied: _Copy,
+    rows: list[Row], places: list[int], parts: list[list[Part]], sizes: tuple[Size, ...], copied: _Copy
 ) -> Iterator[dict[str, Any]]:
     """The rows as they are written.
 
     Args:
         places: index of each row in ``sizes``.
         parts: ``[rank][row]``.
-        condensed: from :func:`_condensed`, for the places and shapes of the maxima.
         copied: the numbers of all ranks, one rank after another, and then the maxima.
     """
     lengths = [size.sums + 4 * size.ranked for size in sizes]
-    of_ranks, *found = copied.wait().split([len(parts) * sum(lengths), *(values.numel() for _, values in condensed)])
+    of_ranks, *maxima = copied.wait().split([len(parts) * sum(lengths), *(size.maxima for size in sizes)])
     numbers = of_ranks.view(len(parts), -1).split(lengths, 1)
-    maxima: dict[int, list[float]] = {}
-    for (of_places, like), values in zip(condensed, found, strict=True):
-        maxima |= zip(of_places, values.view(like.shape).tolist(), strict=True)
     for index, (row, place) in enumerate(zip(rows, places, strict=True)):
         mine, theirs = [of_rank[index] for of_rank in parts], numbers[place].tolist()
-        yield {**row.fields, **_describe(row, _merged(row, mine, theirs, sizes[place].sums, maxima.get(place, [])))}
+        yield {**row.fields, **_describe(row, _merged(row, mine, theirs, sizes[place].sums, maxima[place]))}
 
 
-def _largest_channels(maxima: Tensor) -> Tensor:
-    """The median of each tensor's channel maxima, the largest ones, and their channels: [tensors, 1 + 2 * kept]."""
-    values, places = maxima.sort(dim=1, descending=True, stable=True)
-    middle = maxima.shape[1] // 2
-    return torch.cat([values[:, middle : middle + 1], values[:, :CHANNELS], places[:, :CHANNELS].double()], 1)
-
-
-def _merged(row: Row, parts: list[_Part], of_ranks: list[list[float]], count: int, maxima: list[float]) -> _Numbers:
+def _merged(row: Row, parts: list[Part], of_ranks: list[list[float]], count: int, maxima: Tensor) -> _Numbers:
     """The numbers of a row, added over the ranks that count.
 
     Args:
@@ -221,15 +185,16 @@ def _describe(row: Row, numbers: _Numbers) -> dict[str, Any]:
     return _operand_fields(row.spec, numbers)
 
 
-def _tensor_fields(sums: dict[str, float], elements: int, channels: list[float]) -> dict[str, Any]:
+def _tensor_fields(sums: dict[str, float], elements: int, channels: Tensor) -> dict[str, Any]:
     squares = _ratio(sums["squares"], elements)
-    median, count = channels[0] if channels else 0.0, len(channels) // 2
-    values, places = channels[1 : 1 + count], channels[1 + count :]
+    found = channels.sort(descending=True, stable=True)
+    values, places = (largest[:CHANNELS].tolist() for largest in found)
+    median = float(found.values[len(channels) // 2]) if values else 0.0
     return {
         "amax": _finite(values[0]) if values else 0.0,
         "rms": None if squares is None else math.sqrt(squares),
         "nonfinite": int(sums["nonfinite"]),
-        "channels": [[int(place), _ratio(value, median)] for place, value in zip(places, values, strict=True)],
+        "channels": [[place, _ratio(value, median)] for place, value in zip(places, values, strict=True)],
     }
 
 
@@ -241,7 +206,7 @@ def _operand_fields(spec: CastSpec, numbers: _Numbers) -> dict[str, Any]:
     occurring, times = list(compress(range(256), scale_codes)), list(filter(None, scale_codes))
     if total["nonfinite"]:  # values beside a NaN or an Inf decode to no number, so what was rounded to zero is unknown
         total["rounded_to_zero"] = math.nan
-    amax, largest, minus_smallest = numbers.maxima
+    amax, largest, minus_smallest = numbers.maxima.tolist()
     if total["nonfinite"] and spec.outer is not Outer.NONE:  # an amax that is not finite counts as 0 in the maximum
         amax = math.nan
     if scale_codes:
