@@ -24,6 +24,7 @@ from fp4engine.functional.shards import Shards, Wholes
 from fp4engine.modules import Gemms
 from fp4engine.modules.gemms import require_layers
 from fp4engine.modules.identity import plain_path
+from fp4engine.modules.inputs import cast_by_autocast
 from fp4engine.modules.sharded import is_distributed, layout_of
 from fp4engine.quantizers import Quantizer
 from fp4engine.quantizers.base import as_matrix
@@ -260,9 +261,9 @@ def _see_forward(
         watched.listener.refuse(watched.name, refusal)
         return
     assert plan is not None
-    x = (inp if isinstance(inp, Tensor) else inp.tensor()).detach()
-    dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-    x, held, spread, wholes = _share(plan, x.to(dtype), weight.detach(), group, watched.name)
+    x = cast_by_autocast(inp if isinstance(inp, Tensor) else inp.tensor()).detach()
+    dtype = x.dtype
+    x, held, spread, wholes = _share(plan, x, weight.detach(), group, watched.name)
     matrices: dict[TensorType, Tensor] = {"input": as_matrix(x), "weight": held}
     rowwise: list[Seen] = []
     kept: dict[TensorType, Seen] = {}

@@ -267,6 +267,24 @@ def test_a_weight_that_is_not_quantized_is_seen_as_autocast_takes_it() -> None:
     assert model[0].weight.dtype == torch.float32
 
 
+def test_an_input_in_float64_is_seen_as_autocast_leaves_it() -> None:
+    seen: list[torch.dtype] = []
+
+    class Keep:
+        def made(self, layer, tensors, operands) -> None:
+            seen.extend(tensor.dtype for tensor in tensors.values())
+
+        def multiplied(self, *_) -> None: ...
+        def refuse(self, layer, reason) -> None:
+            pytest.fail(reason)
+
+    model = nn.Sequential(nn.Linear(64, 48, dtype=torch.float64))
+    fp4engine.convert(model)
+    with watching(layers_of(model), Keep()), torch.autocast("cpu", torch.bfloat16), fp4engine.autocast():
+        model(torch.randn(32, 64, dtype=torch.float64)).sum().backward()
+    assert seen == [torch.float64] * 3
+
+
 def test_codes_of_two_terms_stand_in_the_order_of_their_values() -> None:
     times = list(range(256))
     values = decode(torch.tensor([code for code, _ in report._by_value("2e2m1 1x16", times)]).to(torch.uint8), TWO_E2M1)
