@@ -166,11 +166,15 @@ def _step(row: Row) -> int:
     return row["step"]
 
 
+def _of_place(rows: Sequence[Row], kind: str, place: tuple[str, ...]) -> list[Row]:
+    names = ("gemm", "role", "side")[: len(place)]
+    return [r for r in rows if r["kind"] == kind and tuple(r.get(name) for name in names) == place]
+
+
 def _latest(rows: Sequence[Row], kind: str, place: tuple[str, ...]) -> Row | None:
     """The row of a place; the later one of two."""
-    names = ("gemm", "role", "side")[: len(place)]
-    found = (r for r in reversed(rows) if r["kind"] == kind and tuple(r.get(name) for name in names) == place)
-    return next(found, None)
+    found = _of_place(rows, kind, place)
+    return found[-1] if found else None
 
 
 def _shade(decibels: float | None, underflow: float | None) -> str:
@@ -206,12 +210,8 @@ def _layer(rows: Sequence[Row], together: Sequence[Row]) -> dict[str, Any]:
 
 def _series(rows: Sequence[Row], kind: str, places: Sequence[tuple[str, ...]], field: str) -> list[list[_Point]]:
     """Points of each place, by step."""
-    series: list[list[_Point]] = []
-    for place in places:
-        names = ("gemm", "role", "side")[: len(place)]
-        chosen = [r for r in rows if r["kind"] == kind and tuple(r.get(name) for name in names) == place]
-        series.append([_Point(r["step"], r[field], r["line"]) for r in chosen if r.get(field) is not None])
-    return series
+    found = [_of_place(rows, kind, place) for place in places]
+    return [[_Point(r["step"], r[field], r["line"]) for r in of if r.get(field) is not None] for of in found]
 
 
 class _Chart:

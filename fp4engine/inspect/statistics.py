@@ -393,13 +393,8 @@ def _saturated(values: Tensor, decoded: Tensor, limit: Tensor, spec: CastSpec) -
 
 def _code_histogram(operand: Operand, spec: CastSpec, width: int) -> Tensor:
     """How often each code of the first ``width`` columns occurs."""
-    codes = operand.codes
-    if spec.element.storage_bits != 4:
-        return _histogram(codes[:, :width])[: 1 << spec.element.bits]
-    if width != 2 * codes.shape[1]:
-        return _histogram(unpack(codes)[:, :width])[:16]
-    pairs = _histogram(codes).view(16, 16)
-    return pairs.sum(0) + pairs.sum(1)
+    codes = unpack(operand.codes) if spec.element.storage_bits == 4 else operand.codes
+    return _histogram(codes[:, :width])[: 1 << spec.element.bits]
 
 
 def _histogram(codes: Tensor) -> Tensor:
