@@ -34,6 +34,7 @@ from fp4engine.kernels.launch import LaunchBuilder, Matrix, Place, TensorMeta
 from fp4engine.kernels.load import Prologue, Reading
 from fp4engine.kernels.norm import add_row_statistics
 from fp4engine.ops import Operand, SquareOperand, TiledOperand, gemm_fp8
+from fp4engine.ops.backend import KERNEL_DTYPES
 from fp4engine.ops.cast import casts_supported, decode_supported, transient_form
 from fp4engine.ops.checksum import Seal
 from fp4engine.ops.draws import draw_from
@@ -43,9 +44,6 @@ from fp4engine.roles import GemmName, TensorType
 
 Placed = Any
 """An :class:`~fp4engine.ops.Operand` with a :class:`Matrix` in place of each tensor."""
-
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-"""Dtypes that kernels read and write."""
 
 
 class NotCovered(Exception):
@@ -141,7 +139,7 @@ class Fused:
         reading = Reading(tensor.meta, None, tensor.place) if isinstance(tensor, Matrix) else tensor
         specs = [quantizer.rowwise_spec if rowwise else None, quantizer.columnwise_spec if columnwise else None]
         keys = ["" if spec is None else spec.key for spec in specs]
-        if reading.dtype not in FLOATS or not casts_supported(keys[0], keys[1], reading.dtype)[0]:
+        if reading.dtype not in KERNEL_DTYPES or not casts_supported(keys[0], keys[1], reading.dtype)[0]:
             raise NotCovered
         wanted: list[Wanted | None] = [None, None]
         for side, spec in enumerate(specs):
@@ -223,7 +221,7 @@ class Fused:
         spec, _, cols, data, scale_inv, amax = operand
         if spec is None and data.dtype == dtype:
             return data
-        if spec is None or scale_inv is None or amax is None or dtype not in FLOATS:
+        if spec is None or scale_inv is None or amax is None or dtype not in KERNEL_DTYPES:
             raise NotCovered
         self.paths.append("dequantize/triton")
         if decode_supported(spec.key)[0]:
@@ -252,7 +250,7 @@ class Fused:
         auto, are_codes = plan.backend in ("auto", "native"), left.scale_inv is not None and right.scale_inv is not None
         by_fp8 = auto and all(keys) and gemm_fp8.supports(*keys, self.device)[0]
         is_small = by_fp8 and gemm_fp8.is_small(m, n, left.cols, plan.backend, self.device)
-        if by_fp8 and not is_small and out is None and dtype in FLOATS:
+        if by_fp8 and not is_small and out is None and dtype in KERNEL_DTYPES:
             return self._fp8(name in plan.fast_accumulation, left, right, dtype, bias)
         has_blocks = auto and are_codes and gemm_fp8.multiplies_blocks(*keys, self.device)
         numerator, by_host = 0.0, True
@@ -315,7 +313,7 @@ class Fused:
         dtype: torch.dtype,
         out: Matrix | None = None,
     ) -> Matrix | None:
-        if dtype not in FLOATS:
+        if dtype not in KERNEL_DTYPES:
             raise NotCovered
         self.paths.append("clip_and_rotate_back/triton")
         rotation = CastSpec.from_key(rotated).rotation if rotated else None
@@ -328,7 +326,7 @@ class Fused:
 
     def column_sum(self, grad_output: Matrix, dtype: torch.dtype) -> Matrix:
         cols = grad_output.shape[1]
-        if not self.plan.sums_in_order or grad_output.meta.strides[1] != 1 or dtype not in FLOATS:
+        if not self.plan.sums_in_order or grad_output.meta.strides[1] != 1 or dtype not in KERNEL_DTYPES:
             summed = partial(self._eager.column_sum, dtype=dtype)
             return self._on_host(summed, (grad_output,), (cols,), dtype)
         out = self.builder.buffer((cols,), dtype)

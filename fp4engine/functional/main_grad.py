@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp4engine.ops.backend import KERNEL_DTYPES
 from fp4engine.private import is_asked_for
 
 
@@ -84,7 +85,7 @@ def require_main_grad(weight: Tensor) -> Tensor:
     if (
         not isinstance(main_grad, Tensor)
         or main_grad.shape != weight.shape
-        or main_grad.dtype not in (torch.float32, torch.bfloat16, torch.float16)
+        or main_grad.dtype not in KERNEL_DTYPES
         or main_grad.device != weight.device
         or (not torch.compiler.is_dynamo_compiling() and main_grad.is_neg())
         or not _has_rows(main_grad)

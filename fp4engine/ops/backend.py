@@ -12,6 +12,9 @@ from fp4engine import capability
 
 logger = logging.getLogger("fp4engine")
 
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""What kernels read and write."""
+
 _executed: dict[tuple[str, ...], int] = defaultdict(int)
 """How often these paths ran in one launch: one entry for all of them takes the host less time than one for each."""
 _refusals: dict[str, str] = {}
@@ -104,3 +107,8 @@ def decide(
 def always() -> tuple[bool, str]:
     """The answer, for :func:`choose`, of kernels that refuse nothing."""
     return True, ""
+
+
+def takes(dtype: torch.dtype) -> tuple[bool, str]:
+    """The answer, for :func:`choose`, of kernels that refuse nothing but other dtypes than :data:`KERNEL_DTYPES`."""
+    return dtype in KERNEL_DTYPES, f"the Triton kernels neither read nor write {dtype}"

@@ -23,7 +23,7 @@ def fuses(tensors: list[Tensor], specs: tuple[CastSpec, CastSpec], dtype: torch.
     if x.ndim == 0 or x.dtype not in (dtype, torch.float32):
         return False
     for t in tensors:
-        if type(t) not in PLAIN or t.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        if type(t) not in PLAIN or t.dtype not in backends.KERNEL_DTYPES:
             return False
         if t.stride(-1) != 1 or t.device != x.device or t.is_neg():
             return False

@@ -8,7 +8,6 @@ The outer scales are not multiplied into the operands; ``alpha`` is made from th
 import itertools
 from collections.abc import Iterator
 from functools import cache
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
@@ -147,7 +146,7 @@ def _dense(left: Tensor, right: Tensor, bias: Tensor | None, dtype: torch.dtype)
 @cache
 def _supports(left: str, right: str, out_dtype: torch.dtype, plain: torch.dtype | None) -> tuple[bool, str]:
     """Whether the tensor-core product in BF16 or FP16 is exact for operands of these specs and roundings."""
-    if out_dtype not in (torch.bfloat16, torch.float16, torch.float32):
+    if out_dtype not in backends.KERNEL_DTYPES:
         return False, f"output dtype {out_dtype}"
     specs = [CastSpec.from_key(key) for key in (left, right) if key]
     if values_dtype(left, right) == torch.float16:
@@ -294,10 +293,14 @@ def _product(
     else:
         left, right = _ready(left, path, dtype), _ready(right, path, dtype)
     if path == "triton":
-        products = _gemm_kernels()
+        from fp4engine.kernels.launch import meta_of
+
+        if accumulation == "fp32":
+            from fp4engine.kernels.gemm import resolve_product as resolve
+        else:
+            from fp4engine.kernels.gemm_blackwell import resolve_blackwell as resolve
         inputs = (left.data, left.scale_inv, left.amax, right.data, right.scale_inv, right.amax, bias, out)
-        asked = tuple([None if tensor is None else products.meta_of(tensor) for tensor in inputs])
-        resolve = products.resolve_product if accumulation == "fp32" else _blackwell_kernels().resolve_blackwell
+        asked = tuple([None if tensor is None else meta_of(tensor) for tensor in inputs])
         made = resolve(asked, device, numerator, out_dtype)(*inputs)
         return made[0] if out is None else out
     assert left.amax is not None and right.amax is not None
@@ -365,6 +368,7 @@ def _factored(
 ) -> Tensor:
     """A product in which one operand or both have an FP32 factor for every few terms."""
     from fp4engine.kernels import gemm_factors
+    from fp4engine.kernels.launch import meta_of
 
     inputs: list[Tensor | None] = []
     factors_of: list[gemm_factors.Factors] = []
@@ -383,26 +387,11 @@ def _factored(
         inputs += [operand.data, factors, operand.amax]
         factors_of.append(gemm_factors.Factors(spec.factor_group if spec else 0, numerator_of_factors))
     inputs += [bias, out]
-    products = _gemm_kernels()
-    asked = tuple([None if tensor is None else products.meta_of(tensor) for tensor in inputs])
+    asked = tuple([None if tensor is None else meta_of(tensor) for tensor in inputs])
     left_factors, right_factors = factors_of
     launch = gemm_factors.resolve_factored(asked, left.data.device, left_factors, right_factors, numerator, out_dtype)
     made = launch(*inputs)
     return made[0] if out is None else out
-
-
-@cache
-def _gemm_kernels() -> ModuleType:
-    from fp4engine.kernels import gemm
-
-    return gemm
-
-
-@cache
-def _blackwell_kernels() -> ModuleType:
-    from fp4engine.kernels import gemm_blackwell
-
-    return gemm_blackwell
 
 
 def _operand(key: str, parts: list[Tensor]) -> Operand:

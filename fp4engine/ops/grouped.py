@@ -212,15 +212,11 @@ def _grouped_wgrad_accumulate(
 
 
 def _column_sums(x: Tensor, offsets: Tensor | None, backend: str) -> list[Tensor]:
-    if offsets is None and backends.choose("column_sums", x.device, backend, (x.dtype,), _sums) == "reference":
+    if offsets is None and backends.choose("column_sums", x.device, backend, (x.dtype,), backends.takes) == "reference":
         return [reference.column_sums(x)[None]]
     from fp4engine.kernels import column_sums as kernels
 
     return [kernels.column_sums(_along_rows(x), offsets)]
-
-
-def _sums(dtype: torch.dtype) -> tuple[bool, str]:
-    return dtype in (torch.bfloat16, torch.float16, torch.float32), f"the Triton kernels do not sum {dtype}"
 
 
 def _grouped_quantize_outputs(

@@ -61,7 +61,7 @@ def _clip_and_rotate_back(
     values: Tensor, within: Tensor | None, rotated: str, cols: int, dtype: torch.dtype, backend: str
 ) -> Tensor:
     rotation = CastSpec.from_key(rotated).rotation if rotated else None
-    if backends.choose("clip_and_rotate_back", values.device, backend, (dtype,), _back_supported) == "triton":
+    if backends.choose("clip_and_rotate_back", values.device, backend, (dtype,), backends.takes) == "triton":
         from fp4engine.kernels.through_cast import back
 
         return back(values, within, CastSpec(rotation=rotation).key if rotation else "", cols, dtype)
@@ -72,12 +72,6 @@ def _clip_and_rotate_back(
     if rotation is not None:
         values = rotate_back(values, rotation)
     return values[:, :cols].to(dtype).contiguous()
-
-
-def _back_supported(dtype: torch.dtype) -> tuple[bool, str]:
-    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return False, f"the Triton kernel does not write {dtype}"
-    return True, ""
 
 
 def _within_range_output(x: Tensor, spec: str) -> list[Output]:
