@@ -1,6 +1,6 @@
 """Whole models: swap ``nn.Linear`` for :class:`fp4engine.Linear`, and say what will multiply and what will not."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -170,12 +170,10 @@ def revert(model: nn.Module) -> None:
     released = [release(module) for module in modules]
     if not swaps and not any(released):
         raise ValueError(f"nothing below this {type(model).__name__} was converted")
-    for parent in modules:
-        forget_root(parent)
-        stop_counting(parent)
-        for name, child in list(parent._modules.items()):
-            if child in swaps:
-                setattr(parent, name, swaps[child])
+    for module in modules:
+        forget_root(module)
+        stop_counting(module)
+    _swap(modules, swaps)
 
 
 def _replaces_linear(module: nn.Module) -> TypeGuard[Linear]:
@@ -237,12 +235,17 @@ def _convert_linears(
         if reasons[name]:
             assert isinstance(module, nn.Linear)
             count_high_precision(module)
-    for parent in (*model.modules(), *swaps.values()):
-        for child_name, child in list(parent._modules.items()):
-            if child in swaps:
-                setattr(parent, child_name, swaps[child])
+    _swap([*model.modules(), *swaps.values()], swaps)
     identify(model)
     return plan
+
+
+def _swap(parents: Iterable[nn.Module], swaps: Mapping[Any, nn.Module]) -> None:
+    """Put the values of ``swaps`` in the places of their keys, which are children of ``parents``."""
+    for parent in parents:
+        for name, child in list(parent._modules.items()):
+            if child in swaps:
+                setattr(parent, name, swaps[child])
 
 
 def _require_asked(

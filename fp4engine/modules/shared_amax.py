@@ -1,7 +1,7 @@
 """Sibling layers that train with one outer scale, because servers multiply them as one matrix."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -173,8 +173,7 @@ def _names_in_roles(model: torch.nn.Module, groups: Iterable[str]) -> dict[str, 
 def without_sharing(recipe: Recipe) -> Recipe:
     """The recipe that :func:`share_amax` was given; a recipe without sharing is returned unchanged."""
     if isinstance(recipe, RuledRecipe):
-        rules = tuple(replace(rule, recipe=without_sharing(rule.recipe)) for rule in recipe.rules)
-        return RuledRecipe(without_sharing(recipe.default), rules)
+        return recipe.over(without_sharing)
     if isinstance(recipe, CustomRecipe) and isinstance(recipe.qfactory, _SharingFactory):
         return recipe.qfactory.recipe
     return recipe
@@ -182,8 +181,7 @@ def without_sharing(recipe: Recipe) -> Recipe:
 
 def _sharing(recipe: Recipe, siblings: dict[str, Siblings], layers: tuple[tuple[str, str], ...]) -> Recipe:
     if isinstance(recipe, RuledRecipe):
-        rules = tuple(replace(rule, recipe=_sharing(rule.recipe, siblings, layers)) for rule in recipe.rules)
-        return RuledRecipe(_sharing(recipe.default, siblings, layers), rules)
+        return recipe.over(lambda own: _sharing(own, siblings, layers))
     factory = _SharingFactory(recipe, siblings, layers)
     same = {name: getattr(recipe, name) for name in ("backward_override", "backend", "accumulation")}
     return CustomRecipe(qfactory=factory, **same)

@@ -1,8 +1,8 @@
 """Mixed and scheduled precision, as values: which recipe for which module, which recipe at which step."""
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -138,10 +138,14 @@ class RuledRecipe(_RecipeOfRecipes):
         """True if the recipe of some module is."""
         return self.default.is_delayed or any(rule.recipe.is_delayed for rule in self.rules)
 
+    def over(self, change: Callable[[Recipe], Recipe]) -> "RuledRecipe":
+        """The same rules over what ``change`` makes of each recipe."""
+        rules = tuple(replace(rule, recipe=change(rule.recipe)) for rule in self.rules)
+        return RuledRecipe(change(self.default), rules)
+
     def at(self, step: int) -> "RuledRecipe":
         """The same rules over the recipes in force at ``step``."""
-        rules = tuple(Rule(r.recipe.at(step), r.name, r.blocks, r.narrower_than) for r in self.rules)
-        return RuledRecipe(self.default.at(step), rules)
+        return self.over(lambda recipe: recipe.at(step))
 
     def casts(self, tensor_type: str) -> Casts:
         """Refuses, since the casts depend on the module.
