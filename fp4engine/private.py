@@ -141,6 +141,15 @@ def set_local_tensor(distributed: Any, part: Tensor) -> None:
     distributed._local_tensor = part
 
 
+def spread_as(whole: Any, part: Tensor) -> Tensor:
+    """``part`` as this rank's shard of a DTensor that is spread as ``whole`` is; itself if ``whole`` is no DTensor."""
+    if not hasattr(whole, "_local_tensor"):
+        return part
+    return type(whole).from_local(
+        part, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+
+
 if TYPE_CHECKING:
 
     class Value:

@@ -13,7 +13,7 @@ from fp4engine.functional import LinearPlan, WeightCache
 from fp4engine.functional.weight_cache import Make, Operands
 from fp4engine.ops import SquareOperand, TiledOperand
 from fp4engine.ops.operand import for_pickles, from_pickle
-from fp4engine.private import disabled_torch_function
+from fp4engine.private import disabled_torch_function, spread_as
 from fp4engine.quantizers import Quantizer
 from fp4engine.tensor import Operand, is_transposable
 
@@ -353,13 +353,8 @@ def initialize(weight: Tensor, bias: Tensor | None, method: Callable[[Tensor], A
     if not isinstance(stored, QuantizedWeight):
         method(weight)
         return
-    values = whole = stored.detach().dequantize()
-    if stored is not weight:
-        spread: Any = weight
-        whole = type(spread).from_local(
-            values, spread.device_mesh, spread.placements, run_check=False, shape=spread.shape, stride=spread.stride()
-        )
-    method(torch.nn.Parameter(whole, weight.requires_grad))
+    values = stored.detach().dequantize()
+    method(torch.nn.Parameter(spread_as(weight, values), weight.requires_grad))
     with torch.no_grad():
         stored.copy_(values)
     if stored._high_precision_init_val is not None:

@@ -16,8 +16,7 @@ import torch
 
 from fp4engine import recipe as frozen
 from fp4engine.quantizers.base import Quantizer as FrozenQuantizer
-from fp4engine.quantizers.delayed import DelayedQuantizer
-from fp4engine.quantizers.factory import role_stream
+from fp4engine.quantizers.factory import make_quantizer, role_stream
 from fp4engine.recipe import Format, MMParams, QParams
 from fp4engine.roles import QuantizerRole as FrozenRole
 from fp4engine.te.pytorch.quantized_tensor import Quantizer
@@ -239,7 +238,7 @@ class Answering:
         asked = QuantizerRole(role.module_type, role.tensor_type, role.name)
         answer = _given.answers[asked] if asked in _given.answers else self.factory(asked)
         if isinstance(answer, DelayedScalingRequest):
-            return _delayed(answer, role)
+            return make_quantizer(DelayedScaling(**vars(answer)).frozen, role)
         if isinstance(answer, Quantizer):
             return answer.used(role_stream(role))
         if isinstance(answer, FrozenQuantizer):
@@ -248,12 +247,6 @@ class Answering:
             f"qfactory returned {answer!r} for role {role}: it must return a Quantizer or a DelayedScalingRequest for "
             "every role it is asked for, and an IdentityQuantizer where nothing is to be quantized"
         )
-
-
-def _delayed(request: DelayedScalingRequest, role: FrozenRole) -> FrozenQuantizer:
-    recipe: Any = DelayedScaling(**vars(request)).frozen
-    casts = recipe.casts(role.tensor_type)
-    return DelayedQuantizer(casts.rowwise, casts.columnwise, stream=role_stream(role), recipe=recipe)
 
 
 def as_frozen(recipe: Recipe | frozen.Recipe) -> frozen.Recipe:

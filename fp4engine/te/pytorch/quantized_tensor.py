@@ -229,8 +229,7 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: igno
     def tensors(self) -> tuple[Tensor, ...]:
         """What products by this read: codes, block scales and amax of the sides that are there."""
         given = self.operands
-        sides = (given.rowwise, given.columnwise)
-        return tuple(tensor for side in sides if side is not None for tensor in side.tensors if tensor is not None)
+        return tuple(tensor for side in (given.rowwise, given.columnwise) if side is not None for tensor in side.parts)
 
     def _values(self) -> Tensor:
         return self.values_in(self.dtype)

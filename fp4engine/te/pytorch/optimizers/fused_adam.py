@@ -10,6 +10,7 @@ from torch.optim.adam import adam
 
 from fp4engine.arguments import require_one_of
 from fp4engine.modules.quantized_weight import QuantizedWeight
+from fp4engine.private import spread_as
 from fp4engine.te.pytorch.constants import DType
 from fp4engine.te.pytorch.optimizers.fused_sgd import ZeroGrad
 from fp4engine.te.pytorch.quantized_tensor import QuantizedTensor
@@ -26,15 +27,6 @@ _LONG_AGO = 2.0**24
 def _local(tensor: Tensor) -> Tensor:
     """What this rank has of ``tensor``."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def _placed_as(param: Tensor, local: Tensor) -> Tensor:
-    """``local`` as this rank's part of a tensor that is spread as ``param`` is."""
-    if not isinstance(param, DTensor):
-        return local
-    return DTensor.from_local(
-        local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-    )
 
 
 def _require_trainable(param: Tensor, grad: Tensor) -> None:
@@ -300,7 +292,7 @@ class FusedAdam(ZeroGrad, torch.optim.Adam):
             if there is not made:
                 there.copy_(made)
         else:
-            state[state_name] = _placed_as(param, made)
+            state[state_name] = spread_as(param, made)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """As PyTorch's, of the gradients that :meth:`step` reads: not of ``grad`` with ``use_decoupled_grad``."""
@@ -317,14 +309,12 @@ class FusedAdam(ZeroGrad, torch.optim.Adam):
     def state_dict(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """As PyTorch's, with states in FP32; of masters, only the remainders where only these are stored."""
         made = super().state_dict()
-        params = [param for group in self.param_groups for param in group["params"]]
-        numbers = [number for group in made["param_groups"] for number in group["params"]]
-        of_number = dict(zip(numbers, params, strict=True))
+        params = [param for group in self.param_groups for param in group["params"]]  # numbered in this order
         made["state"] = {
             number: {
                 name: tensor
                 if tensor.dtype == torch.int16
-                else _placed_as(of_number[number], self.get_unscaled_state(of_number[number], name))
+                else spread_as(params[number], self.get_unscaled_state(params[number], name))
                 for name, tensor in states.items()
             }
             for number, states in made["state"].items()
@@ -381,7 +371,7 @@ class FusedAdam(ZeroGrad, torch.optim.Adam):
             for key, value in states.get(name, {}).items():
                 tensor = _local(torch.as_tensor(value).detach()).to(param.device)
                 if tensor.dtype == torch.int16 and self._has_remainders(param):
-                    self.state[param][key] = _placed_as(param, tensor.clone())
+                    self.state[param][key] = spread_as(param, tensor.clone())
                 else:
                     self.set_scaled_state(param, key, tensor.float().clone())
                     stored = _local(self.state[param][key])
