@@ -109,7 +109,7 @@ def _runs(
     """
     require_recipe(recipe)
     require_bool("progress", progress)
-    if not isinstance(batches, Iterable) or isinstance(batches, Mapping) or getattr(batches, "ndim", 1) == 0:
+    if not isinstance(batches, Iterable) or isinstance(batches, Mapping | Tensor):
         raise ValueError(f"batches must be a sequence of batches, got {batches!r:.80}")
     ran = False
     with evaluated(model), torch.no_grad():

@@ -148,6 +148,7 @@ def test_what_is_no_recipe_is_named(name: str, recipe: object) -> None:
         (lambda: export_checkpoint(make_model(), None), "directory must be a path, got None"),
         (lambda: export_checkpoint(make_model(), "never", weights=[1]), r"weights must map .* got \[1\]"),
         (lambda: calibrate(make_model(), None), "batches must be a sequence of batches, got None"),
+        (lambda: calibrate(make_model(), torch.ones(2, 16)), "batches must be a sequence of batches, got tensor"),
         (lambda: TensorFolder(3), "directory must be a path, got 3"),
         (lambda: qat.prepare(nn.Sequential(nn.Linear(32, 32)), clip="half"), "clip must be .* got 'half'"),
         (lambda: record(make_model(), None), "out must be a path, got None"),
