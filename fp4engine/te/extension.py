@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from fp4engine.te.pytorch import multi_tensor
-from fp4engine.te.pytorch.constants import DType, FP8BwdTensorIdx, FP8FwdTensorIdx, TE_DType_To_Torch
+from fp4engine.te.pytorch.constants import DType, TE_DType_To_Torch
+from fp4engine.te.pytorch.constants import FP8BwdTensorIdx as FP8BwdTensors
+from fp4engine.te.pytorch.constants import FP8FwdTensorIdx as FP8FwdTensors
 from fp4engine.te.pytorch.multi_tensor import *  # noqa: F403 - what its __all__ says
 from fp4engine.te.pytorch.quantized_tensor import QuantizedTensor, Quantizer
 from fp4engine.te.pytorch.state_manager import fused_amax_and_scale_update_after_reduction
@@ -22,9 +24,6 @@ __all__ = [
     "split_quantize",
 ]
 __all__ += multi_tensor.__all__
-
-FP8FwdTensors = FP8FwdTensorIdx
-FP8BwdTensors = FP8BwdTensorIdx
 
 
 def quantize(

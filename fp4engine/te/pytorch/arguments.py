@@ -8,29 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fp4engine.arguments import require_integer, require_member, require_one_of
-from fp4engine.modules.te_arguments import refuse
+from fp4engine.modules.te_arguments import NEUTRAL, refuse
 from fp4engine.te.pytorch.constants import GemmParallelModes
 
 ONE_RANK = "tp_size", "tp_group", "parallel_mode", "symmetric_ar_type"
 """Arguments that would spread a layer, whose values are checked."""
-
-WITHOUT_EFFECT = (
-    "sequence_parallel",
-    "set_parallel_mode",
-    "get_rng_state_tracker",
-    "rng_tracker_name",
-    "return_layernorm_output_gathered",
-    "seq_length",
-    "micro_batch_size",
-    "ub_tp_comm_overlap",
-    "ub_overlap_ag",
-    "ub_overlap_rs",
-    "ub_overlap_rs_dgrad",
-    "ub_bulk_wgrad",
-    "ub_bulk_dgrad",
-    "ub_name",
-)
-"""Arguments that change nothing on one rank, or that :class:`TransformerEngineBaseModule` reads itself."""
 
 
 class Arguments:
@@ -124,5 +106,6 @@ def require_one_rank(kind: str, **arguments: Any) -> None:
 
 def rest_of(given: dict[str, Any], *names: str) -> dict[str, Any]:
     """``given`` less ``names`` and all that only TransformerEngine has."""
-    left_out = {*names, *ONE_RANK, *WITHOUT_EFFECT}
+    # Split parameters and biases that are returned are fp4engine's here, too.
+    left_out = {*names, *NEUTRAL} - {"return_bias", "parameters_split"}
     return {name: value for name, value in given.items() if name not in left_out}

@@ -9,6 +9,7 @@ from fp4engine.arguments import require_one_of
 from fp4engine.functional.attention import rotary_pair
 from fp4engine.modules.attention import L2Normalization
 from fp4engine.modules.inputs import cast_by_autocast
+from fp4engine.modules.te_arguments import refuse
 from fp4engine.te.pytorch.arguments import Arguments, rest_of
 from fp4engine.te.pytorch.constants import QKV_FORMATS
 from fp4engine.te.pytorch.dot_product_attention import DotProductAttention, OneContext, plain_kind
@@ -71,11 +72,12 @@ class MultiheadAttention(OneContext, modules.MultiheadAttention):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = self._bound(args, kwargs)
+        refuse("MultiheadAttention", softmax_type=(given["softmax_type"], "vanilla"))
         layout, name = given["qkv_format"], given["name"]
         require_one_of("qkv_format", layout, QKV_FORMATS)
         kind = given["attn_mask_type"] = plain_kind(given["attn_mask_type"])
         plain = {**given, "qkv_format": "sbhd" if layout == "thd" else layout}
-        super().__init__(**rest_of(plain, "layer_number", "window_size"))
+        super().__init__(**rest_of(plain, "window_size"))
         for part, called in _CALLED.items():
             if name and hasattr(self, part):
                 getattr(self, part).name = f"{name}.{called}"

@@ -124,7 +124,7 @@ class TransformerEngineBaseModule(Placed, DeferredInit, ExtraState):
         self._stored_by, self._preserves = regions.thread.stores_by, regions.thread.keeps_init_val
         self._delayed: list[Callable[[], None]] = []
         self._additions: list[Callable[[], None]] = []
-        theirs = rest_of(given, "delay_wgrad_compute", "save_original_input")
+        theirs = rest_of(given)
         if theirs.get("recipe") is not None:
             theirs["recipe"] = as_frozen(theirs["recipe"])
         super().__init__(**theirs)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fp4engine.arguments import require_integer, require_one_of, shown
-from fp4engine.modules.te_arguments import te_device
+from fp4engine.modules.te_arguments import refuse, te_device
 from fp4engine.te.pytorch.constants import QKV_FORMATS
 
 
@@ -40,8 +40,7 @@ class InferenceParams:
         qkv_format: str = "bshd",
         custom_cache_manager: Any = None,
     ) -> None:
-        if custom_cache_manager is not None:
-            raise NotImplementedError("InferenceParams(custom_cache_manager=) is not implemented; leave it out")
+        refuse("InferenceParams", custom_cache_manager=(custom_cache_manager, None))
         self.max_batch_size = require_integer("max_batch_size", max_batch_size, 1)
         self.max_sequence_length = require_integer("max_sequence_length", max_sequence_length, 1)
         head_dim_v = head_dim_k if head_dim_v is None else head_dim_v

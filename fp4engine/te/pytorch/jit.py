@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp4engine.environment import read_flag
+from fp4engine.modules.te_arguments import refuse
 
 Function = Callable[..., Any]
 
@@ -48,8 +49,7 @@ def no_torch_dynamo(
     Raises:
         NotImplementedError: ``when`` is given.
     """
-    if when is not None:
-        raise NotImplementedError("no_torch_dynamo(when=) is not implemented; leave it at None")
+    refuse("no_torch_dynamo", when=(when, None))
     return partial(torch.compiler.disable, recursive=recursive)
 
 

@@ -167,10 +167,6 @@ class QuantizedTensor(QuantizedTensorStorage, QuantizedWeight):  # pyright: igno
     def half(self) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self.dequantize(dtype=torch.float16)
 
-    def cpu(self, memory_format: Any = torch.preserve_format) -> Any:
-        """The same bytes on the CPU."""
-        return self.to(device=torch.device("cpu"))
-
     def view(self, *shape: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """A view with the same bytes under other leading axes, as ``torch.Tensor.view`` makes it."""
         return torch.Tensor.view(self, *shape)

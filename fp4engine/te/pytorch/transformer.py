@@ -55,7 +55,7 @@ class TransformerLayer(OneContext, modules.TransformerLayer):
                 f"TransformerLayer(drop_path_rate={given['drop_path_rate']}) leaves out branches sample by sample, and "
                 "attn_input_format='thd' has no axis of samples; use 'sbhd' or 'bshd'"
             )
-        super().__init__(**rest_of(given, "softmax_type", "layer_number"))
+        super().__init__(**rest_of(given))
         layer_number = given["layer_number"]
         self.layer_number = 1 if layer_number is None else require_integer("layer_number", layer_number, 1)
         for attention in (self.self_attention, self.inter_attention):

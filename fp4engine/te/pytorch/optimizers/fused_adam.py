@@ -309,7 +309,8 @@ class FusedAdam(ZeroGrad, torch.optim.Adam):
     def state_dict(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """As PyTorch's, with states in FP32; of masters, only the remainders where only these are stored."""
         made = super().state_dict()
-        params = [param for group in self.param_groups for param in group["params"]]  # numbered in this order
+        # PyTorch numbers parameters in this order.
+        params = [param for group in self.param_groups for param in group["params"]]
         made["state"] = {
             number: {
                 name: tensor

@@ -167,7 +167,6 @@ class BlockStorage(QuantizedTensorStorage):
         return elements
 
     def fsdp_buffer_fields(self) -> tuple[str, ...]:
-        """Names of the attributes that FSDP2 gathers: codes and scales of the sides that are stored."""
         return tuple(name for side in SIDES if self.has(side) for name in self._SIDES[side])
 
     def fsdp_extract_buffers(self) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
@@ -263,7 +262,7 @@ class BlockQuantizer(Quantizer):
         return transposed_shape(shape)
 
     def _sides(self) -> list[str]:
-        return [side for side, used in zip(SIDES, (self.rowwise_usage, self.columnwise_usage), strict=True) if used]
+        return [side for side, is_used in self.get_usages().items() if is_used]
 
     def inner_tensor_specs(self, shape: Iterable[int]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         whole = tuple(shape)

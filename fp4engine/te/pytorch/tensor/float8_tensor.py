@@ -132,7 +132,6 @@ class Float8TensorStorage(QuantizedTensorStorage):
         return (data.movedim(0, -1).contiguous() if is_turned else data,), {"field_names": (name,)}
 
     def fsdp_assign_gathered(self, gathered: Any, meta: dict[str, Any]) -> None:
-        """Take the codes of all ranks."""
         if meta["field_names"] == ("_transpose",) and len(gathered) == 1:
             gathered = (gathered[0].movedim(-1, 0).contiguous(),)
         super().fsdp_assign_gathered(gathered, meta)

@@ -123,7 +123,6 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         return all([mine._take(theirs) for mine, theirs in pairs])
 
     def clear(self) -> None:
-        """Give back the memory of both sides."""
         for part in self._stored():
             part.clear()
 
@@ -142,11 +141,9 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         return [(part, other._parts()[side]) for side, part in self._parts().items() if other.has(side)]
 
     def prepare_for_saving(self) -> tuple[list[Tensor | None], QuantizedTensorStorage]:
-        """Take the tensors out of both sides, and return them with this storage."""
         return [tensor for part in self._stored() for tensor in part.prepare_for_saving()[0]], self
 
     def restore_from_saved(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Take back the first of ``tensors``, and return the rest."""
         rest = list(tensors)
         for part in self._stored():
             rest = part.restore_from_saved(rest)
@@ -185,12 +182,10 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
                     "has internal=True"
                 )
             made[side] = part.fsdp_extract_buffers()
-        buffers = made["rowwise"][0] + made["columnwise"][0]
-        count = len(made["rowwise"][0])
-        return buffers, {"count": count, "rowwise": made["rowwise"][1], "columnwise": made["columnwise"][1]}
+        (row, row_meta), (col, col_meta) = made.values()
+        return row + col, {"count": len(row), "rowwise": row_meta, "columnwise": col_meta}
 
     def fsdp_assign_gathered(self, gathered: Any, meta: dict[str, Any]) -> None:
-        """Take what has been gathered of both sides."""
         given = {"rowwise": gathered[: meta["count"]], "columnwise": gathered[meta["count"] :]}
         for side, part in self._parts().items():
             if meta[side] is not None:
@@ -315,7 +310,6 @@ class HybridQuantizer(Quantizer):
         return FrozenQuantizer(row, col, self.columnwise_source, stream)
 
     def quantize_impl(self, tensor: Tensor) -> Any:
-        """``tensor`` quantized, without autograd."""
         source, row, col = decoded(tensor), None, None
         dequantized = self.columnwise_source == "rowwise_dequantized" and self.columnwise_usage
         if self.rowwise_usage or dequantized:

@@ -70,7 +70,6 @@ class IdentityTensorStorage(QuantizedTensorStorage):
         return {**self.get_metadata(), "hp_data": self._hp_data.view(shape)}
 
     def fsdp_buffer_fields(self) -> tuple[str, ...]:
-        """The name of the attribute with the values, which FSDP2 gathers."""
         return ("_hp_data",)
 
 
