@@ -8,7 +8,6 @@ from fp4engine import modules
 from fp4engine.arguments import require_one_of
 from fp4engine.functional.attention import rotary_pair
 from fp4engine.modules.attention import L2Normalization
-from fp4engine.modules.inputs import cast_by_autocast
 from fp4engine.modules.te_arguments import refuse
 from fp4engine.te.pytorch.arguments import Arguments, rest_of
 from fp4engine.te.pytorch.constants import QKV_FORMATS
@@ -103,8 +102,7 @@ class MultiheadAttention(OneContext, modules.MultiheadAttention):
             The shape of ``hidden_states``, or a tuple ``(y[, bias][, normalised input])``.
         """
         given = FORWARD.bind("MultiheadAttention.forward", args, kwargs)
-        inp, other = cast_by_autocast(given.pop("hidden_states")), given.pop("encoder_output")
-        other = None if other is None else cast_by_autocast(other)
+        inp, other = given.pop("hidden_states"), given.pop("encoder_output")
         is_first_microbatch, angles = given.pop("is_first_microbatch"), given.pop("rotary_pos_emb")
         for ends in ("cu_seqlens_{}", "cu_seqlens_{}_padded"):
             if given[ends.format("kv")] is None:

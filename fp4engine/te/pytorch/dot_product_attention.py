@@ -172,7 +172,6 @@ class DotProductAttention(OneContext, ExtraState):
             ValueError: arguments that do not go together.
         """
         kind = self.attn_mask_type if given["attn_mask_type"] is None else plain_kind(given["attn_mask_type"])
-        require_one_of("attn_mask_type", kind, MASK_TYPES)
         window = self.window_size if given["window_size"] is None else given["window_size"]
         window = None if window is None else check_set_window_size(kind, window)
         diagonal = given["bottom_right_diagonal"]
