@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from fp4engine.cli.extras import needs
 from fp4engine.environment import cores
 
 
@@ -107,10 +108,8 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ValueError: what the extra ``compare`` brings is not installed, or an argument cannot be used.
     """
-    try:
+    with needs("compare"):
         from fp4engine.compare import command
-    except ModuleNotFoundError as error:
-        raise ValueError(f"compare needs {error.name}: pip install 'fp4engine[compare]'") from error
     arguments.device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     return command.main(arguments)
 

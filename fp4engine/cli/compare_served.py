@@ -9,16 +9,31 @@ packages than the other commands: pip install 'fp4engine[export]'. Example:
 
 import argparse
 
-from fp4engine.cli.export import with_export
-
-__all__ = ["add_arguments", "run"]
+from fp4engine.cli.export import path
+from fp4engine.cli.extras import needs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """``TRAINED EXPORTED --data FILE``, and how."""
-    with_export(parser, "add_compare_arguments")
+    parser.add_argument("trained", type=path, help="directory of config.json and safetensors that was exported")
+    parser.add_argument("exported", type=path, help="what fp4engine export wrote of it, or a peer")
+    parser.add_argument(
+        "--data",
+        required=True,
+        metavar="FILE",
+        help="a JSON file of a list of lists of token ids, or a text, which the trained model's tokenizer reads",
+    )
+    parser.add_argument("--recipe", default="nvfp4", help="what trained: a name or a JSON file, as in fp4engine export")
+    parser.add_argument("--keep-high-precision", nargs="*", metavar="PATTERN", help="as in fp4engine export")
+    parser.add_argument("--weights-only", action="store_true", help="leave inputs in high precision on both sides")
+    parser.add_argument("--length", type=int, default=512, help="tokens of a sequence (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=4, help="sequences at a time (default: %(default)s)")
+    parser.add_argument("--sequences", type=int, default=16, help="of a text (default: %(default)s)")
+    parser.add_argument("--max-kl", type=float, metavar="NATS", help="exit with 1 if a divergence is larger")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Compare, print, and return 1 if the divergence is larger than ``--max-kl``."""
-    return with_export(arguments, "compare")
+    with needs("export"):
+        from fp4engine.export import command
+    return command.compare(arguments)

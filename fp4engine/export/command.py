@@ -6,9 +6,7 @@ The weights go from file to file one at a time, so the model never exists in mem
 
 import argparse
 import json
-import sys
 import warnings
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,147 +21,56 @@ from fp4engine.export.reader import CheckpointError, TensorFolder, read_json
 from fp4engine.export.readers import quiet
 from fp4engine.export.recoding import LOSSLESS, decoded_names, recode_checkpoint
 from fp4engine.export.served import compare_served
-from fp4engine.export.serving_format import FORMATS, MODELOPT
+from fp4engine.export.serving_format import MODELOPT
 from fp4engine.export.state import ModelState
 from fp4engine.modules.shared_amax import SHARED_SCALES
 from fp4engine.positions import positions_of, require_positions
 from fp4engine.recipe import recipe_from_argument
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what :func:`main` reads."""
-    parser.description = (
-        "Write a trained checkpoint in NVFP4 for servers: the codes and scales that its recipe multiplied."
-    )
-    parser.add_argument(
-        "source", type=_path, help="directory of config.json and safetensors, as save_pretrained writes"
-    )
-    parser.add_argument("directory", type=_path, help="where to write; must not be there, or be empty")
-    parser.add_argument(
-        "--recipe", default="nvfp4", help="row of the recipe book, JSON file, or module:function (default: %(default)s)"
-    )
-    parser.add_argument("--format", default="compressed-tensors", choices=list(FORMATS), help="default: %(default)s")
-    parser.add_argument(
-        "--inputs",
-        default=None,
-        help="'high_precision' (W4A16), 'dynamic', or a JSON file of what fp4engine.export.calibrate returns; "
-        "needed where the recipe casts inputs",
-    )
-    parser.add_argument(
-        "--keep-high-precision",
-        nargs="*",
-        default=None,
-        metavar="PATTERN",
-        help="modules to write in high precision (default: the head, such as lm_head)",
-    )
-    parser.add_argument("--no-shared-scales", action="store_true", help="give q/k/v and gate/up a scale each")
-    parser.add_argument(
-        "--requantize",
-        nargs="?",
-        const=True,
-        default=False,
-        choices=(LOSSLESS,),
-        help="cast what no form holds to nearest NVFP4; 'lossless' writes MXFP4 as NVFP4 of the same values",
-    )
-    parser.add_argument(
-        "--kv-cache",
-        default=None,
-        metavar="FILE",
-        help="JSON file of how servers cache keys and values: the fields of what calibrate_kv_cache returns",
-    )
-    parser.add_argument("--force", action="store_true", help="write also what a reader takes for other numbers")
-    verified = parser.add_mutually_exclusive_group()
-    verified.add_argument(
-        "--verify",
-        dest="verified",
-        action="store_const",
-        const=True,
-        default=False,
-        help="read the files back, compare every byte, and let transformers and vLLM's rules load them and "
-        "transformers run them; holds two models in memory, in FP32",
-    )
-    verified.add_argument(
-        "--verify-files",
-        dest="verified",
-        action="store_const",
-        const="files",
-        help="compare every byte and run no reader, where memory is short",
-    )
-    most = "largest size of a file (default: %(default)s)"
-    parser.add_argument("--max-shard-gb", type=_size, default=2.0, metavar="GIB", help=most)
-
-
 def main(args: argparse.Namespace) -> int:
-    """Export, and print the table of layers; return 2 after one line on standard error if that is refused."""
-    try:
-        if args.source.resolve() in args.directory.resolve().parents:
+    """Export, and print the table of layers.
+
+    Raises:
+        ValueError, ImportError, NotImplementedError: as :func:`~fp4engine.export.export_checkpoint`; files that are
+            none, or options that do nothing.
+    """
+    if args.source.resolve() in args.directory.resolve().parents:
+        raise ValueError(f"directory must not lie inside the source {str(args.source)!r}, got {str(args.directory)!r}")
+    size = int(args.max_shard_gb * 2**30)
+    tensors = TensorFolder(args.source)
+    described = read_json(args.source / "config.json").get("quantization_config")
+    if isinstance(described, dict) and described.get("quant_method") == "mxfp4":
+        if args.requantize != LOSSLESS or args.format != MODELOPT.name:
             raise ValueError(
-                f"directory must not lie inside the source {str(args.source)!r}, got {str(args.directory)!r}"
+                f"{args.source} is in MXFP4 already; --requantize {LOSSLESS} --format {MODELOPT.name} writes it as "
+                "NVFP4 of the same values"
             )
-        if _is_mxfp4(args.source):
-            if args.requantize != LOSSLESS or args.format != MODELOPT.name:
-                raise ValueError(
-                    f"{args.source} is in MXFP4 already; --requantize {LOSSLESS} --format {MODELOPT.name} writes it as "
-                    "NVFP4 of the same values"
-                )
-            idle = {
-                "--inputs": args.inputs,
-                "--kv-cache": args.kv_cache,
-                "--keep-high-precision": args.keep_high_precision,
-            }
-            if given := [name for name, value in idle.items() if value is not None]:
-                raise ValueError(f"{args.source} is in MXFP4 already, and its codes stay: leave out {', '.join(given)}")
-            tensors = TensorFolder(args.source)
-            ModelState(_empty_model(args.source, len(tensors), True), decoded_names(tensors))  # refuses what lacks one
-            size = int(args.max_shard_gb * 2**30)
-            print(recode_checkpoint(args.source, args.directory, max_shard_size=size))
-            return 0
-        recipe = recipe_from_argument(args.recipe)
-        weights = TensorFolder(args.source)
-        model = _empty_model(args.source, len(weights))
-        convert(model, recipe, keep_high_precision=_kept(model, args.keep_high_precision))
-        report = export_checkpoint(
-            model,
-            args.directory,
-            args.format,
-            inputs=_inputs(args.inputs),
-            shared_scales=() if args.no_shared_scales else SHARED_SCALES,
-            requantize=args.requantize,
-            kv_cache=_kv_cache(args.kv_cache),
-            verify=args.verified,
-            force=args.force,
-            weights=weights,
-            tokenizer=args.source if any((args.source / name).is_file() for name in TOKENIZER) else None,
-            max_shard_size=int(args.max_shard_gb * 2**30),
-        )
-    except (ValueError, ImportError, NotImplementedError) as error:
-        print(f"fp4engine export: {error}", file=sys.stderr)
-        return 2
+        idle = [name for name in ("inputs", "kv_cache", "keep_high_precision") if getattr(args, name) is not None]
+        if idle:
+            given = ", ".join(f"--{name.replace('_', '-')}" for name in idle)
+            raise ValueError(f"{args.source} is in MXFP4 already, and its codes stay: leave out {given}")
+        ModelState(_empty_model(args.source, len(tensors), True), decoded_names(tensors))  # refuses what lacks one
+        print(recode_checkpoint(args.source, args.directory, max_shard_size=size))
+        return 0
+    model = _empty_model(args.source, len(tensors))
+    convert(model, recipe_from_argument(args.recipe), keep_high_precision=_kept(model, args.keep_high_precision))
+    report = export_checkpoint(
+        model,
+        args.directory,
+        args.format,
+        inputs=_inputs(args.inputs),
+        shared_scales=() if args.no_shared_scales else SHARED_SCALES,
+        requantize=args.requantize,
+        kv_cache=_kv_cache(args.kv_cache),
+        verify=args.verified,
+        force=args.force,
+        weights=tensors,
+        tokenizer=args.source if any((args.source / name).is_file() for name in TOKENIZER) else None,
+        max_shard_size=size,
+    )
     print(report)
     return 0
-
-
-def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what :func:`compare` reads."""
-    parser.add_argument("trained", type=_path, help="directory of config.json and safetensors that was exported")
-    parser.add_argument("exported", type=_path, help="what fp4engine export wrote of it, or a peer")
-    parser.add_argument(
-        "--data",
-        required=True,
-        metavar="FILE",
-        help="a JSON file of a list of lists of token ids, or a text, which the trained model's tokenizer reads",
-    )
-    parser.add_argument("--recipe", default="nvfp4", help="what trained: a name or a JSON file, as in fp4engine export")
-    parser.add_argument(
-        "--keep-high-precision", nargs="*", default=None, metavar="PATTERN", help="as in fp4engine export"
-    )
-    parser.add_argument("--weights-only", action="store_true", help="leave inputs in high precision on both sides")
-    parser.add_argument("--length", type=int, default=512, help="tokens of a sequence (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=4, help="sequences at a time (default: %(default)s)")
-    parser.add_argument("--sequences", type=int, default=16, help="of a text (default: %(default)s)")
-    parser.add_argument(
-        "--max-kl", type=float, default=None, metavar="NATS", help="exit with 1 if a divergence is larger"
-    )
 
 
 def compare(args: argparse.Namespace) -> int:
@@ -238,11 +145,6 @@ def _tokens(args: argparse.Namespace) -> list[list[int]]:
     return rows
 
 
-def _is_mxfp4(source: Path) -> bool:
-    described = read_json(source / "config.json").get("quantization_config")
-    return isinstance(described, dict) and described.get("quant_method") == "mxfp4"
-
-
 def _empty_model(source: Path, tensors: int, quantized: bool = False) -> Any:
     """The model that ``config.json`` describes, without values.
 
@@ -311,21 +213,6 @@ def _inputs(value: str | None) -> Any:
     if not isinstance(amaxes, dict) or not all(type(amax) in (int, float) for amax in amaxes.values()):
         raise ValueError(f"{value} must hold one JSON object of numbers by layer")
     return amaxes
-
-
-def _path(text: str) -> Path:
-    """A path. An empty word, as from an unset shell variable, is refused, since it would be the current directory."""
-    if not text:
-        raise argparse.ArgumentTypeError("must be a path, got ''")
-    return Path(text)
-
-
-def _size(text: str) -> float:
-    """What ``--max-shard-gb`` takes: at least a byte, and no more than there is."""
-    with suppress(ValueError):
-        if 2**-30 <= (size := float(text)) < 2**30:
-            return size
-    raise argparse.ArgumentTypeError(f"must be a size in GiB, such as 0.5, got {text!r}")
 
 
 def _text(path: str, argument: str, words: str) -> str:

@@ -122,7 +122,7 @@ def test_commands_run_without_what_only_export_needs(monkeypatch, capsys) -> Non
     monkeypatch.setitem(sys.modules, "tqdm", None)
     assert main(["recipes", "quartet2"]) == 0
     with pytest.raises(SystemExit) as left:
-        main(["export", "model", "--output", "there"])
+        main(["export", "model", "there"])
     assert left.value.code == 2
     assert "pip install 'fp4engine[export]'" in capsys.readouterr().err
 

@@ -1,6 +1,5 @@
 """The command line's part: arguments, files in, files out, refusals in one line."""
 
-import argparse
 import json
 import signal
 
@@ -11,15 +10,15 @@ from safetensors.torch import load_file, save_file
 import fp4engine
 from fp4engine import cli
 from fp4engine.export import ServedCheckpoint, TensorFolder, calibrate, export_checkpoint, writer
-from fp4engine.export.command import add_arguments, main
 from fp4engine.recipe import NVFP4BlockScaling
 from tests.tiny import head, llama, served_architecture
 
 
 def run(*words) -> int:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return main(parser.parse_args([str(word) for word in words]))
+    try:
+        return cli.main(["export", *map(str, words)])
+    except SystemExit as left:
+        return left.code
 
 
 @pytest.fixture
@@ -128,12 +127,12 @@ def test_a_directory_inside_the_source_is_refused(tmp_path, source, capsys) -> N
     assert sorted((tmp_path / "trained").rglob("*")) == before
 
 
-def test_a_model_that_cannot_be_is_one_line_without_warnings(tmp_path, source, capsys, recwarn) -> None:
+def test_a_model_that_cannot_be_is_one_line_without_warnings(tmp_path, source, capsys) -> None:
     path = tmp_path / "trained" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": 0}))
     assert run(tmp_path / "trained", tmp_path / "served", "--inputs", "dynamic") == 2
-    assert "has shape" in capsys.readouterr().err
-    assert [str(warning.message) for warning in recwarn if "zero-element" in str(warning.message)] == []
+    error = capsys.readouterr().err
+    assert "has shape" in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -199,16 +198,14 @@ def test_amaxes_that_are_none_are_refused(tmp_path, source, capsys, text, compla
 
 @pytest.mark.parametrize("size", ["0", "-1", "nan", "inf", "1e300", "much"])
 def test_sizes_that_are_none_are_refused(tmp_path, source, capsys, size) -> None:
-    with pytest.raises(SystemExit):
-        run(tmp_path / "trained", tmp_path / "served", "--inputs", "high_precision", "--max-shard-gb", size)
+    assert run(tmp_path / "trained", tmp_path / "served", "--inputs", "high_precision", "--max-shard-gb", size) == 2
     assert "must be a size in GiB" in capsys.readouterr().err
     with pytest.raises(ValueError, match="max_shard_size must be an integer of at least 1, got 0"):
         export_checkpoint(source, tmp_path / "served", max_shard_size=0)
 
 
 def test_files_alone_and_logits_too_are_not_asked_for_at_once(tmp_path, source, capsys) -> None:
-    with pytest.raises(SystemExit):
-        run(tmp_path / "trained", tmp_path / "served", "--inputs", "dynamic", "--verify", "--verify-files")
+    assert run(tmp_path / "trained", tmp_path / "served", "--inputs", "dynamic", "--verify", "--verify-files") == 2
     assert "--verify-files: not allowed with argument --verify" in capsys.readouterr().err
     assert not (tmp_path / "served").exists()
 

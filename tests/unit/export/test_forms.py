@@ -1,6 +1,5 @@
 """Forms of weights beside NVFP4: mixed in one checkpoint, MXFP4 as NVFP4 of the same values, scales of caches."""
 
-import argparse
 import json
 import shutil
 
@@ -11,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import fp4engine
+from fp4engine import cli
 from fp4engine.export import (
     CheckpointError,
     KVCache,
@@ -22,7 +22,6 @@ from fp4engine.export import (
     export_checkpoint,
     verify_checkpoint,
 )
-from fp4engine.export.command import add_arguments, main
 from fp4engine.export.recoding import recode_checkpoint
 from fp4engine.formats import E2M1, E4M3, ScaleRule, fp8_block, mx
 from fp4engine.recipe import Casts, Float8CurrentScaling, LinearRecipe, NVFP4BlockScaling, Rule, RuledRecipe, zoo
@@ -187,12 +186,11 @@ def gpt_oss(tmp_path):
 
 
 def test_gpt_oss_in_mxfp4_becomes_nvfp4_of_the_same_values(tmp_path, gpt_oss, capsys) -> None:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    words = [str(gpt_oss), str(tmp_path / "out")]
-    assert main(parser.parse_args(words)) == 2
+    words = ["export", str(gpt_oss), str(tmp_path / "out")]
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(words)
     assert "--requantize lossless --format modelopt writes it as NVFP4 of the same values" in capsys.readouterr().err
-    assert main(parser.parse_args([*words, "--requantize", "lossless", "--format", "modelopt"])) == 0
+    assert cli.main([*words, "--requantize", "lossless", "--format", "modelopt"]) == 0
     assert "4 stacks of experts, 1,536 blocks of MXFP4, are NVFP4 of the same values" in capsys.readouterr().out
     dequantized = transformers.GptOssForCausalLM.from_pretrained(
         gpt_oss, quantization_config=transformers.Mxfp4Config(dequantize=True), dtype=torch.float32
@@ -228,10 +226,9 @@ def test_a_damaged_gpt_oss_and_options_that_do_nothing_are_refused(
 ) -> None:
     path = gpt_oss / "model.safetensors"
     save_file({name: tensor for name, tensor in load_file(path).items() if name != lost}, path, {"format": "pt"})
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
     words = ["--requantize", "lossless", "--format", "modelopt", *words]
-    assert main(parser.parse_args([str(gpt_oss), str(tmp_path / "out"), *words])) == 2
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["export", str(gpt_oss), str(tmp_path / "out"), *words])
     error = capsys.readouterr().err
     assert complaint in error and error.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
