@@ -136,3 +136,13 @@ def shown(value: object) -> str:
     if isinstance(value, Enum):
         return f"{type(value).__name__}.{value.name}"
     return f"{' '.join(repr(value).split()):.80}"
+
+
+def one_line(error: BaseException) -> str:
+    """What an exception says, in one line of bearable length; its kind, where that says more than its words."""
+    said = " ".join(str(error).split())
+    said = f"{said[:400]} ..." if len(said) > 400 else said
+    if isinstance(error, OSError):
+        said = error.strerror or said
+        return f"{error.filename}: {said}" if error.filename else said
+    return said if isinstance(error, ValueError) and said else f"{type(error).__name__}: {said}".removesuffix(": ")

@@ -17,7 +17,8 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from fp4engine.compare.files import InputError, one_line
+from fp4engine.arguments import one_line
+from fp4engine.compare.files import InputError
 from fp4engine.compare.loop import generator_states, set_generator_states
 from fp4engine.files import sync
 from fp4engine.modules import get_amax_history, set_amax_history

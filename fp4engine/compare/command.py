@@ -15,10 +15,11 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from fp4engine.arguments import one_line
 from fp4engine.compare import plan, statistics
 from fp4engine.compare.comparison import Comparison, compare
 from fp4engine.compare.data import prepare
-from fp4engine.compare.files import InputError, alone_in, one_line
+from fp4engine.compare.files import InputError, alone_in
 from fp4engine.compare.page import About, html, title
 from fp4engine.compare.recorder import AGAIN, HIGH_PRECISION, Run
 from fp4engine.compare.results import read, read_folders, require_folders

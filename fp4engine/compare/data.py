@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fp4engine.arguments import shown
-from fp4engine.compare.files import InputError, one_line
+from fp4engine.arguments import one_line, shown
+from fp4engine.compare.files import InputError
 from fp4engine.files import write_atomically
 
 VALIDATION_SHARE = 20

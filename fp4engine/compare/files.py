@@ -12,22 +12,9 @@ from typing import Any
 
 LOCK = "lock"
 
-MOST_LETTERS = 400
-"""The most characters of another library's error that a message quotes."""
-
 
 class InputError(ValueError):
     """Something the user gave cannot be used; its message is one line that says what and what to do."""
-
-
-def one_line(error: BaseException) -> str:
-    """What an exception says, in one line of bearable length; its kind, where that says more than its words."""
-    said = " ".join(str(error).split())
-    said = f"{said[:MOST_LETTERS]} ..." if len(said) > MOST_LETTERS else said
-    if isinstance(error, OSError):
-        said = error.strerror or said
-        return f"{error.filename}: {said}" if error.filename else said
-    return said if isinstance(error, ValueError) and said else f"{type(error).__name__}: {said}".removesuffix(": ")
 
 
 INSTALLED = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib"))

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from fp4engine.compare.files import InputError, one_line, place_of
+from fp4engine.arguments import one_line
+from fp4engine.compare.files import InputError, place_of
 from fp4engine.compare.loop import compute_repeatably, duration, stop_on_signals
 from fp4engine.compare.recorder import Run
 from fp4engine.compare.task import Task

@@ -18,11 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp4engine.accounting.planned import ConversionPlan
-from fp4engine.arguments import shown
+from fp4engine.arguments import one_line, shown
 from fp4engine.checkpoint_names import VOCABULARY
 from fp4engine.compare.checkpoint import Stateful, file_digest
 from fp4engine.compare.data import Encode, Tokens
-from fp4engine.compare.files import INSTALLED, InputError, one_line, place_of
+from fp4engine.compare.files import INSTALLED, InputError, place_of
 from fp4engine.compare.loop import learning_rate
 from fp4engine.compare.recorder import Run
 from fp4engine.convert import convert, convert_for_regions

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -38,7 +38,8 @@ def calibrate(
             so that its scale would be a guess.
     """
     require_model(model)
-    layers = {name: module for name, module in model.named_modules() if _is_served(module)}
+    kinds = Linear | GroupedLinear  # whose input servers may cast
+    layers = {n: module for n, module in model.named_modules() if isinstance(module, kinds) or is_conv1d(module)}
     if not layers:
         raise ValueError(
             f"this {type(model).__name__} has no converted module that servers know: fp4engine.convert(model, recipe) "
@@ -57,11 +58,6 @@ def calibrate(
             f"{len(idle)} of {len(layers)} layers saw no input in {count} batches, e.g. {idle[0]!r}; give more batches"
         )
     return seen
-
-
-def _is_served(module: nn.Module) -> bool:
-    """Whether ``module`` is of a kind that servers know, whose input they may cast."""
-    return isinstance(module, Linear | GroupedLinear) or is_conv1d(module)
 
 
 @contextmanager
@@ -91,12 +87,10 @@ def _watched(layers: Mapping[str, nn.Module], amaxes: dict[str, Tensor]) -> Gene
 
         return note
 
-    handles = [module.register_forward_pre_hook(hook(name), with_kwargs=True) for name, module in layers.items()]
-    try:
+    with ExitStack() as stack:
+        for name, module in layers.items():
+            stack.enter_context(module.register_forward_pre_hook(hook(name), with_kwargs=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _runs(
@@ -115,15 +109,18 @@ def _runs(
     with evaluated(model), torch.no_grad():
         for batch in progress_bar(batches, "calibrate", "batch", progress):
             ran = True
-            made = {name: make() for name, make in more.items()}
-            with nullcontext() if recipe is None else autocast(recipe=recipe):
-                if isinstance(batch, Mapping):
-                    model(**batch, **made)
-                else:
-                    model(*(batch if isinstance(batch, tuple | list) else (batch,)), **made)
+            output_of(model, recipe, batch, **{name: make() for name, make in more.items()})
             yield
     if not ran:
         raise ValueError("batches must hold at least one batch, got none")
+
+
+def output_of(model: nn.Module, recipe: Recipe | None, batch: Any, **more: Any) -> Any:
+    """What ``model`` returns for a batch, see :func:`calibrate`, under ``recipe``; None follows the modules' own."""
+    with nullcontext() if recipe is None else autocast(recipe=recipe):
+        if isinstance(batch, Mapping):
+            return model(**batch, **more)
+        return model(*(batch if isinstance(batch, tuple | list) else (batch,)), **more)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fp4engine.arguments import require_integer
+from fp4engine.arguments import one_line, require_integer
 from fp4engine.checkpoint_names import TOKENIZER
 from fp4engine.convert import convert
 from fp4engine.export.calibration import KVCache
@@ -135,9 +135,8 @@ def _tokens(args: argparse.Namespace) -> list[list[int]]:
     try:
         ids = AutoTokenizer.from_pretrained(args.trained)(text)["input_ids"]
     except Exception as error:  # a tokenizer's files can make transformers raise anything
-        reason = f"{type(error).__name__}: {_one_line(error):.200}"
         raise ValueError(
-            f"{args.trained} has no tokenizer that reads a text ({reason}); give token ids in .json"
+            f"{args.trained} has no tokenizer that reads a text ({one_line(error)}); give token ids in .json"
         ) from error
     rows = [ids[i : i + args.length] for i in range(0, len(ids) - args.length + 1, args.length)][: args.sequences]
     if not rows:
@@ -162,7 +161,7 @@ def _empty_model(source: Path, tensors: int, quantized: bool = False) -> Any:
     if "auto_map" in described:
         raise CheckpointError(f"{path} asks for code of its own (auto_map), which is never run")
     if not quantized and (settings := described.get("quantization_config")):
-        raise CheckpointError(f"{path} says that the weights are quantized already: {_one_line(settings):.120}")
+        raise CheckpointError(f"{path} says that the weights are quantized already: {settings!r:.120}")
     names = described.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     kind: Any = getattr(transformers, name, None) if isinstance(name, str) else None
@@ -180,13 +179,8 @@ def _empty_model(source: Path, tensors: int, quantized: bool = False) -> Any:
         if (source / "generation_config.json").is_file():
             model.generation_config = transformers.GenerationConfig.from_pretrained(source)
     except Exception as error:  # a configuration can make transformers raise anything
-        reason = f"{type(error).__name__}: {_one_line(error)}"
-        raise CheckpointError(f"{path} describes no {name} that transformers can build: {reason:.300}") from error
+        raise CheckpointError(f"{path} describes no {name} that transformers can build: {one_line(error)}") from error
     return model
-
-
-def _one_line(value: object) -> str:
-    return " ".join(str(value).split())
 
 
 def _kv_cache(value: str | None) -> KVCache | None:

@@ -6,7 +6,7 @@ Legend: N out_features, K in_features of a weight [N, K].
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -45,10 +45,10 @@ class ExportLayer:
         quantizer: casts the operand that this weight is, or whose rows it is a part of.
         form: how it is stored; NVFP4 of an operand in MXFP4 holds the same values.
         input_spec: cast of the input in the recipe's forward pass; None: high precision.
-        group: names of the layers that share this one's outer scales, itself included.
+        requantized: why the casts differ from the recipe's; empty if they do not.
         operand: names of the layers whose rows, in this order, make one operand of the model, itself included.
         transposed: True if checkpoints have it as [K, N] in high precision, as they do ``Conv1D``.
-        requantized: why the casts differ from the recipe's; empty if they do not.
+        group: names of the layers that share this one's outer scales, itself included.
     """
 
     name: str
@@ -57,10 +57,10 @@ class ExportLayer:
     quantizer: Quantizer
     form: WeightForm
     input_spec: CastSpec | None
-    group: tuple[str, ...]
+    requantized: str
     operand: tuple[str, ...]
-    transposed: bool = False
-    requantized: str = ""
+    transposed: bool
+    group: tuple[str, ...] = ()
 
     @property
     def spec(self) -> CastSpec:
@@ -96,9 +96,8 @@ class ExportLayer:
         return tensor.matrices()[0] if isinstance(tensor, QuantizedWeight) else tensor.T
 
 
-@dataclass(frozen=True)
-class _Casts:
-    """How a module of the model casts its weight and its input, and how the weight is stored."""
+class _Casts(NamedTuple):
+    """How a module of the model casts its weight and its input, and how the weight is stored; see ExportLayer."""
 
     quantizer: Quantizer
     form: WeightForm
@@ -157,13 +156,14 @@ def export_layers(
                 )
             stored = [weight for weight in map(model.get_parameter, sources) if isinstance(weight, QuantizedWeight)]
             casts = _casts(name, module, first, stored, recipe, requantize)
-            if casts is not None and linear_shape(first)[1] % casts.form.col_multiple:
-                held = f"{casts.form.name} holds whole blocks of {casts.form.col_multiple} only"
-                ragged[name] = f"has in_features={linear_shape(first)[1]}, and {held}"
-                continue
             if casts is not None:
-                if casts.form is MXFP4 and requantize == LOSSLESS:
-                    casts = replace(casts, form=NVFP4)
+                cols, form = linear_shape(first)[1], casts.form
+                if cols % form.col_multiple:
+                    held = f"{form.name} holds whole blocks of {form.col_multiple} only"
+                    ragged[name] = f"has in_features={cols}, and {held}"
+                    continue
+                if form is MXFP4 and requantize == LOSSLESS:
+                    casts = casts._replace(form=NVFP4)
                 quantized += sources
                 layers |= _layers(name, module, casts, pieces)
                 continue
@@ -270,18 +270,7 @@ def _layers(name: str, module: nn.Module, casts: _Casts, pieces: Sequence[Piece]
     for piece in pieces:
         rows, cols = reversed(piece.shape) if transposed else piece.shape
         operand = tuple(operands[piece.operand])
-        made[piece.module] = ExportLayer(
-            piece.module,
-            name,
-            (rows, cols),
-            casts.quantizer,
-            casts.form,
-            casts.input_spec,
-            (),
-            operand,
-            transposed,
-            casts.requantized,
-        )
+        made[piece.module] = ExportLayer(piece.module, name, (rows, cols), *casts, operand, transposed)
     return made
 
 

@@ -3,13 +3,14 @@
 import contextlib
 import io
 import warnings
-from collections.abc import Collection, Generator, Iterable, Mapping
+from collections.abc import Collection, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from fp4engine.arguments import one_line
 from fp4engine.export import vllm_rules
 from fp4engine.export.layers import ExportLayer
 from fp4engine.export.reader import ServedCheckpoint
@@ -156,7 +157,7 @@ def read_by_transformers(checkpoint: ServedCheckpoint, model: nn.Module, sample:
             folder, settings = checkpoint.tensors.directory, {"ignore_mismatched_sizes": True}
             loaded, info = kind.from_pretrained(folder, output_loading_info=True, **settings)
     except Exception as error:  # a reader may raise anything
-        return Reading(versions, CANNOT_LOAD, _one_line(error))
+        return Reading(versions, CANNOT_LOAD, one_line(error))
     if odd := sorted(info["mismatched_keys"]):
         name, stored, own = odd[0]
         why = f"{name!r} is {list(stored)} in the files and {list(own)} in its model"
@@ -172,7 +173,7 @@ def read_by_transformers(checkpoint: ServedCheckpoint, model: nn.Module, sample:
         with quiet():
             served = run(loaded.eval(), batch).float()
     except Exception as error:
-        return Reading(versions, DIFFERS, f"it loads and cannot be run: {_one_line(error)}")
+        return Reading(versions, DIFFERS, f"it loads and cannot be run: {one_line(error)}")
     meant = decoded_model(checkpoint, kind, plain_config(model), torch.bfloat16)
     for module in loaded.modules():
         module.quantization_enabled = False  # of inputs and caches
@@ -279,15 +280,11 @@ def _outputs(model: nn.Module) -> Generator[dict[str, Tensor]]:
 
         return note
 
-    members: Iterable[Any] = (
-        (f"{n}.{i}", block) for n in outermost for i, block in model.get_submodule(n).named_children()
-    )
-    handles = [block.register_forward_hook(hook(name)) for name, block in members]
-    try:
+    with contextlib.ExitStack() as stack:
+        for name in outermost:
+            for index, block in model.get_submodule(name).named_children():
+                stack.enter_context(block.register_forward_hook(hook(f"{name}.{index}")))
         yield found
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextlib.contextmanager
@@ -302,7 +299,3 @@ def quiet() -> Generator[None]:
             yield
     finally:
         logging.set_verbosity(level)
-
-
-def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split()):.300}"

@@ -6,7 +6,7 @@ Legend: B sequences, T tokens of each, V size of the vocabulary.
 import copy
 import os
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fp4engine.arguments import require_bool, require_model, require_path
 from fp4engine.checkpoint_names import Piece
-from fp4engine.export.calibration import evaluated
+from fp4engine.export.calibration import evaluated, output_of
 from fp4engine.export.reader import CheckpointError, ServedCheckpoint
 from fp4engine.export.serving_format import FP8, NVFP4, STATIC, WEIGHT_ONLY, WeightForm
 from fp4engine.export.slabs import progress_bar
@@ -30,7 +30,6 @@ from fp4engine.recipe import CustomRecipe, LinearRecipe, Recipe
 from fp4engine.recipe.base import require_recipe
 from fp4engine.reference.scaling import divide
 from fp4engine.roles import QuantizerRole
-from fp4engine.state import autocast
 from fp4engine.tensor import QuantizedTensor
 
 
@@ -307,11 +306,7 @@ def _without_inputs(model: nn.Module, recipe: Recipe | None) -> Recipe:
 
 def _logits(model: nn.Module, recipe: Recipe | None, batch: Any, **more: Any) -> Tensor:
     """Logits [B, T, V] in FP32."""
-    with nullcontext() if recipe is None else autocast(recipe=recipe):
-        if isinstance(batch, Mapping):
-            output = model(**batch, **more)
-        else:
-            output = model(*batch, **more) if isinstance(batch, tuple | list) else model(batch, **more)
+    output = output_of(model, recipe, batch, **more)
     logits = output.logits if hasattr(output, "logits") else output
     if not isinstance(logits, Tensor) or logits.ndim < 2:
         raise ValueError(f"a model's output must have logits [..., V], or be them, got {type(logits).__name__}")
@@ -442,8 +437,7 @@ def _dependence(model: nn.Module, recipe: Recipe | None, batch: Any) -> dict[str
         found["the rest of the batch"] = float((scores(tokens[:1]) - whole[:1]).abs().max())
     if half:
         found["later tokens"] = float((scores(tokens[:, :half]) - whole[:, :half]).abs().max())
-        with nullcontext() if recipe is None else autocast(recipe=recipe):
-            output = model(input_ids=tokens[:, :half], use_cache=True)
+        output = output_of(model, recipe, {"input_ids": tokens[:, :half], "use_cache": True})
         cache = getattr(output, "past_key_values", None)  # a state-space model keeps a state under another name
         if cache is not None:
             rest = scores(tokens[:, half:], past_key_values=cache)
