@@ -7,7 +7,6 @@ given one by one. Does 8B fit on a card with 24 GiB, with LoRA?
 """
 
 import argparse
-import json
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from fp4engine.estimate import GPUS, MODELS, Architecture, estimate, from_config, from_transformers
-from fp4engine.estimate.decoder import FAMILIES, Block
+from fp4engine.estimate.decoder import FAMILIES, Block, read_config
 from fp4engine.estimate.request import STATES
 from fp4engine.recipe import recipe_from_argument
 
@@ -85,7 +84,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the estimate; 1 if it does not fit."""
     recipe = None if arguments.recipe == "bf16" else recipe_from_argument(arguments.recipe).at(0)
     loss = None
-    if arguments.config is not None and _family(arguments.config) not in (None, *FAMILIES):
+    family = read_config(arguments.config).get("model_type") if arguments.config else None
+    if isinstance(family, str) and family not in FAMILIES:
         _refuse_sizes(arguments)
         if given := [
             f"--{name.replace('_', '-')}" for name, default in OF_SIZES.items() if getattr(arguments, name) != default
@@ -124,16 +124,13 @@ def _progress(blocks: int) -> Generator[None]:
     except ModuleNotFoundError:  # which a bare install lacks
         yield
         return
-    with tqdm(total=blocks, desc="tracing", unit="block", disable=None, leave=False, dynamic_ncols=True) as bar:
+    bar = tqdm(total=blocks, desc="tracing", unit="block", disable=None, leave=False, dynamic_ncols=True)
 
-        def begins(module: nn.Module, _: Any) -> None:
-            bar.update(isinstance(module, Block))
+    def begins(module: nn.Module, _: Any) -> None:
+        bar.update(isinstance(module, Block))
 
-        hook = register_module_forward_pre_hook(begins)
-        try:
-            yield
-        finally:
-            hook.remove()
+    with bar, register_module_forward_pre_hook(begins):
+        yield
 
 
 def _name(arguments: argparse.Namespace) -> str:
@@ -143,17 +140,6 @@ def _name(arguments: argparse.Namespace) -> str:
         return "a decoder"
     path = Path(arguments.config).resolve()
     return path.parent.name if path.name == "config.json" else path.stem
-
-
-def _family(config: str) -> str | None:
-    """``model_type`` of a config; None if it says none, or cannot be read, which :func:`from_config` reports."""
-    path = Path(config)
-    try:
-        data = json.loads((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    family = data.get("model_type") if isinstance(data, dict) else None
-    return family if isinstance(family, str) else None
 
 
 def _refuse_sizes(arguments: argparse.Namespace) -> dict[str, Any]:

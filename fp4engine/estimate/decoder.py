@@ -125,6 +125,25 @@ _SAID_BIASES = {"llama": tuple(_BIASES), "qwen3": ("qkv_bias", "projection_bias"
 """Family -> the biases that its config says; the layers of others have them or not."""
 
 
+def read_config(config: str | Path) -> dict[str, Any]:
+    """What a Hugging Face ``config.json`` holds, given as its path or its folder's.
+
+    Raises:
+        ValueError: there is no such file, or it is not a JSON object.
+    """
+    path = require_path("config", config)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise ValueError(f"there is no config file {path}")
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise ValueError(f"{config} must hold a JSON object, got {data!r:.80}")
+    return data
+
+
 def from_config(config: str | Path | dict[str, Any]) -> Architecture:
     """The sizes in a Hugging Face ``config.json`` of one of :data:`FAMILIES`, given as its path or parsed.
 
@@ -132,20 +151,7 @@ def from_config(config: str | Path | dict[str, Any]) -> Architecture:
         ValueError: there is no such file, it is not a JSON object, it is of another family or has cross-attention, or a
             size is missing.
     """
-    if isinstance(config, dict):
-        name, data = "config", config
-    else:
-        name = str(config)
-        path = require_path("config", config)
-        path = path / "config.json" if path.is_dir() else path
-        if not path.is_file():
-            raise ValueError(f"there is no config file {path}")
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise ValueError(f"{name} must hold a JSON object, got {data!r:.80}")
+    name, data = ("config", config) if isinstance(config, dict) else (str(config), read_config(config))
     family = data.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         raise ValueError(f"model_type of {name} must be one of {', '.join(FAMILIES)}, got {family!r:.80}")

@@ -34,7 +34,9 @@ def traced(request: Request) -> tuple[nn.Module, Step, Linears]:
         # experts of transformers ask for values or count no FLOPs, and its Conv1D is heard only as a layer
         others = any(not isinstance(module, nn.MultiheadAttention) for _, module, _ in adoptable(model))
         if request.recipe is not None or others:
-            keep = [pattern for pattern in request.keep if pattern != "lm_head" or _covers_some(model, pattern)]
+            linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+            has_head = any(covers("lm_head", name) for name in linears)
+            keep = [pattern for pattern in request.keep if pattern != "lm_head" or has_head]
             convert(model, keep_high_precision=keep)
             if request.quantized_base:
                 assert request.recipe is not None
@@ -103,10 +105,6 @@ def _store_frozen(model: nn.Module, recipe: Recipe) -> None:
             module.weight = nn.Parameter(weight, requires_grad=False)
             stored += 1
     assert stored, "adapters leave frozen linear layers"
-
-
-def _covers_some(model: nn.Module, pattern: str) -> bool:
-    return any(covers(pattern, name) for name, module in model.named_modules() if isinstance(module, nn.Linear))
 
 
 def _shard_gradient(request: Request, shards: list[Tensor], parameter: Tensor) -> None:
