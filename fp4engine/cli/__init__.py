@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
-from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
@@ -34,18 +33,7 @@ from fp4engine.version import __version__
 
 __all__ = ["COMMANDS", "main"]
 
-COMMANDS: tuple[ModuleType, ...] = (
-    certificates,
-    compare,
-    compare_served,
-    doctor,
-    estimate,
-    export,
-    recipes,
-    recommend,
-    report,
-    te,
-)
+COMMANDS = (certificates, compare, compare_served, doctor, estimate, export, recipes, recommend, report, te)
 
 BAD_INPUT = 2
 """Exit code for arguments or files that a command cannot use; 1 is a command's own "no"."""

@@ -5,7 +5,7 @@ by what follows the recipe and by nothing else. How far two runs end apart that 
 additions alone is the noise below which nothing is said.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from torch import nn
 from fp4engine import inspect
 from fp4engine.compare.checkpoint import file_digest
 from fp4engine.compare.recorder import AGAIN, HIGH_PRECISION, Run
-from fp4engine.compare.results import read
+from fp4engine.compare.results import Result, read
 from fp4engine.compare.runner import Job, Runner
 from fp4engine.compare.task import Task
 from fp4engine.inspect.search import flops_of, keeping, last_quarter, members_of, only, parts_of
@@ -106,17 +106,6 @@ def short(task: Task, weights: Path, steps: int) -> Task:
     )  # fmt: skip
 
 
-def make_run(task: Task, runner: Runner, seed: int = 0) -> Callable[[Recipe], Sequence[float]]:
-    """What ``inspect.sensitivity`` and ``inspect.bisect`` ask: the losses of a run by a recipe, made once and kept."""
-
-    def losses(recipe: Recipe) -> Sequence[float]:
-        run = Run("short", recipe, seed)
-        runner.make([Job(task, run)], "short runs")
-        return [loss for _, loss in read(run.path(runner.places.finished, task.setting())).losses]
-
-    return losses
-
-
 def units_of(names: Iterable[str]) -> list[str]:
     """Patterns that cover each layer once, at most :data:`MOST_UNITS` where there are blocks to put together."""
     layers = list(names)
@@ -148,18 +137,23 @@ def measure(task: Task, recipe: Recipe, model: nn.Module, runner: Runner) -> Sen
     runs = [*(Run("short", made, 0) for made in wanted), *again]
     whole = runs[1]
     runner.make([Job(task, run, looks=run is whole) for run in runs], "short runs")
-    rows = read(whole.path(runner.places.finished, task.setting())).rows
-    effects = [row for row in rows if row["kind"] == "effect"]
+
+    def result(run: Run) -> Result:
+        runner.make([Job(task, run)], "short runs")  # unless it has been made
+        return read(run.path(runner.places.finished, task.setting()))
+
+    def losses(recipe: Recipe, extra: Mapping[str, Any] = {}) -> Sequence[float]:
+        return [loss for _, loss in result(Run("short", recipe, 0, extra)).losses]
+
+    effects = [row for row in result(whole).rows if row["kind"] == "effect"]
     by_layer = {row["layer"]: row["divergence"] for row in effects if "layer" in row}
     divergence = {unit: sum(by_layer.get(name, 0.0) for name in names) for unit, names in members.items()}
-    losses = make_run(task, runner)
     share = min(SHARE, 1 - max(parts_of(sizes, members).values()))
     advice = inspect.sensitivity(losses, model, recipe, share=share, units=units, budget=len(units) + 3)
     high = last_quarter(losses(HIGH_PRECISION))
     apart: list[float] = []
     for run in again:
-        repeated = [loss for _, loss in read(run.path(runner.places.finished, task.setting())).losses]
-        first, second = last_quarter(losses(run.recipe)), last_quarter(repeated)
+        first, second = last_quarter(losses(run.recipe)), last_quarter(losses(run.recipe, AGAIN))
         apart.append(0.0 if first == second else 100 * (second - first) / high)  # 0 of two that diverge
     found = [Unit(unit.name, 100 * unit.gap / high, unit.share) for unit in advice.ranking]
     noise = max(*map(abs, apart), *(-unit.gap for unit in found))  # rounding cannot help: what seems to is chance

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fp4engine.accounting.table import table
-from fp4engine.arguments import is_number, require_bool, require_integer, require_model, require_one_of, require_path
+from fp4engine.arguments import is_number, require_bools, require_integer, require_model, require_one_of, require_path
 from fp4engine.checkpoint_names import TOKENIZER
 from fp4engine.constants import E4M3_MAX, FLT_MAX
 from fp4engine.export.calibration import KVCache, attention_modules
@@ -47,7 +47,6 @@ from fp4engine.export.slabs import Slabs, progress_bar
 from fp4engine.export.state import ModelState
 from fp4engine.export.verification import compare
 from fp4engine.export.writer import ShardWriter, copy_files, whole_directory, write_json
-from fp4engine.formats import CastSpec
 from fp4engine.modules.shared_amax import SHARED_SCALES
 from fp4engine.recipe import Recipe
 from fp4engine.recipe.base import require_recipe
@@ -224,8 +223,7 @@ def export_checkpoint(
     require_model(model)
     require_recipe(recipe)
     max_shard_size = require_integer("max_shard_size", max_shard_size, 1)
-    for flag, value in (("force", force), ("progress", progress)):
-        require_bool(flag, value)
+    require_bools(force=force, progress=progress)
     require_one_of("requantize", requantize, (False, True, LOSSLESS))
     if not isinstance(verify, bool | Mapping | Tensor | tuple) and verify != "files":
         raise ValueError(f"verify must be True, False, 'files' or a batch of inputs, got {verify!r:.80}")
@@ -344,14 +342,13 @@ def _kind(layer: ExportLayer, layers: Mapping[str, ExportLayer], inputs: Inputs,
     form, spec = layer.form, layer.input_spec
     if spec is None or inputs == "high_precision":
         return form, WEIGHT_ONLY
-    as_served = CastSpec() if form is NVFP4 else form.spec
-    fits = spec == CastSpec()
+    fits = spec == form.spec
     if form is not NVFP4:  # whose scales servers choose by a rule of their own
         fits = form_of(spec.replace(block=(form.spec.block[0], spec.block[1]))) is form
     if not fits and not requantize:
         raise ValueError(
             f"the input of {layer.module!r} is multiplied as {spec.label!r}, and beside {form.name} servers cast "
-            f"inputs to {as_served.label!r} only; requantize=True (--requantize) serves that instead, "
+            f"inputs to {form.spec.label!r} only; requantize=True (--requantize) serves that instead, "
             "inputs='high_precision' (--inputs high_precision) casts none"
         )
     if STATIC not in form.inputs:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp4engine.arguments import require_bool, require_model, require_path
+from fp4engine.arguments import require_bools, require_model, require_path
 from fp4engine.checkpoint_names import Piece
 from fp4engine.export.calibration import evaluated, output_of
 from fp4engine.export.reader import CheckpointError, ServedCheckpoint
@@ -143,8 +143,7 @@ def compare_served(
     """
     require_model(model)
     require_recipe(recipe)
-    for name, value in (("inputs", inputs), ("progress", progress)):
-        require_bool(name, value)
+    require_bools(inputs=inputs, progress=progress)
     if not isinstance(batches, Iterable) or isinstance(batches, Mapping | Tensor):
         raise ValueError(f"batches must be a sequence of batches, got {batches!r:.80}")
     served = served_model(model, ServedCheckpoint(require_path("directory", directory)), inputs)

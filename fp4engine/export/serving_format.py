@@ -281,11 +281,12 @@ def compressed_tensors_config(
     """
     found = list(dict.fromkeys(kinds.values()))
     several, formats = len(found) > 1, {compression_format(kind) for kind in found}
+    heads = [name for name in kinds if name.rpartition(".")[2] == "lm_head"]  # of vLLM's modules alone no Linear
     groups = {
         f"group_{index}": {
             "targets": _patterns([name for name in kinds if kinds[name] == kind], [*kinds, *ignore])
             if several
-            else ["Linear", *_heads(kinds)],  # of vLLM's modules, the head alone is no Linear
+            else ["Linear", *heads],
             "weights": kind[0].arguments,
             "input_activations": kind[0].inputs.get(kind[1]),
             "output_activations": None,
@@ -377,10 +378,6 @@ def _patterns(names: Sequence[str], everything: Iterable[str], is_expression: bo
                 [f"{path}*"] if len(some) == len(parts[path]) else [f"{path}.*.{p}" for p in some]
             )
     return list(patterns)
-
-
-def _heads(names: Iterable[str]) -> list[str]:
-    return [name for name in names if name.rpartition(".")[2] == "lm_head"]
 
 
 def described_cache(settings: Mapping[str, Any], form: ServingFormat) -> str | None:
