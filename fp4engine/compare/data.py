@@ -111,7 +111,7 @@ def prepare(
         folder.mkdir(parents=True, exist_ok=True)
         streams = _read(files, encode, wanted, length, field, name == "bytes")
         digest = hashlib.sha256()
-        for part, stream in zip(("training", "validation"), streams, strict=True):
+        for part, stream in streams.items():
             if len(stream) < length:
                 where = ", ".join(map(str, paths))
                 raise InputError(
@@ -122,7 +122,7 @@ def prepare(
             np.save(content, stream)
             write_atomically(folder / f"{part}.npy", content.getvalue())
             digest.update(hashlib.sha256(stream.tobytes()).digest())
-        counts = {part: len(stream) for part, stream in zip(("training", "validation"), streams, strict=True)}
+        counts = {part: len(stream) for part, stream in streams.items()}
         write_atomically(folder / "tokens.json", json.dumps({"digest": digest.hexdigest()[:16], **counts}))
     return Tokens(folder, **json.loads((folder / "tokens.json").read_text()), unit=unit)
 
@@ -173,8 +173,8 @@ def _below(folder: Path, written: Path) -> Iterator[Path]:
 
 def _read(
     files: Sequence[Path], encode: Encode, wanted: int, length: int, field: str, as_bytes: bool
-) -> tuple[Any, Any]:
-    """Training and validation tokens, uint16 or uint32."""
+) -> dict[str, Any]:
+    """``"training"`` and ``"validation"`` tokens, uint16 or uint32."""
     documents: dict[bytes, Any] = {}  # by hash: a text that is there twice is read once
     waiting: dict[bytes, str] = {}
     count, enough = 0, (wanted + length) * VALIDATION_SHARE // (VALIDATION_SHARE - 1)
@@ -198,7 +198,7 @@ def _read(
         training, validation = training[:cut], training[cut:]
     largest = max((int(part.max()) for part in (training, validation) if len(part)), default=0)
     dtype = np.uint16 if largest < 2**16 else np.uint32
-    return training.astype(dtype), validation.astype(dtype)
+    return {"training": training.astype(dtype), "validation": validation.astype(dtype)}
 
 
 def _held_out(documents: dict[bytes, Any], length: int) -> set[bytes]:

@@ -1,6 +1,7 @@
 """One HTML page about a comparison, with nothing to load and no scripts, for people who do not know this project."""
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,6 +71,7 @@ def title(comparison: Comparison, about: About) -> str:
 def html(comparison: Comparison, about: About) -> str:
     """The page."""
     arms = [arm for arm in comparison.arms if statistics.gaps(arm.runs, comparison.baseline.runs)]
+    estimates = {label: made for label, made in about.estimates.items() if isinstance(made, Estimate)}
     return rendered(
         Path(__file__).with_name("page.html.j2"),
         about=about,
@@ -81,10 +83,11 @@ def html(comparison: Comparison, about: About) -> str:
         noise=statistics.root_mean_square(comparison.noise),
         pairs=len(comparison.noise),
         charts=_charts(comparison, arms, about.unit),
-        costs={label: _costs(found) for label, found in about.sensitivity.items()},
+        costs={label: _costs(found) for label, found in about.sensitivity.items() if not isinstance(found, str)},
         signals={arm.label: table for arm in comparison.arms if (table := _signals(arm))},
         gradients=_gradients(comparison.arms),
-        estimates=_estimates(about),
+        estimates=estimates,
+        notes=list(dict.fromkeys(note for estimate in estimates.values() for note in estimate.notes)),
         facts=_facts(comparison, about),
         repeats=_repeats(comparison),
         tokens=_tokens(comparison),
@@ -96,77 +99,38 @@ def html(comparison: Comparison, about: About) -> str:
     )
 
 
-def _charts(comparison: Comparison, arms: Sequence[Arm], unit: str) -> list[tuple[str, str]]:
-    """Captions and SVGs."""
+def _charts(comparison: Comparison, arms: Sequence[Arm], unit: str) -> dict[str, str]:
+    """SVGs of where recipes end, of the gap on the way, and of losses; none without recipes."""
     if not arms:
-        return []
+        return {}
     tall = max(1.5, 0.9 + 0.42 * len(arms))
-    return [
-        (
-            "Where each recipe ends. A dot is a seed, the bar the 95% interval of the mean over seeds, the dashed line "
-            "the gap that was asked for.",
-            pictures.svg(lambda axes: pictures.finals(axes, comparison, arms), height=tall),
-        ),
-        (
-            "The gap on the way. The line is the mean over seeds, the band reaches from the best seed to the worst.",
-            pictures.svg(lambda axes: pictures.courses(axes, comparison, arms, unit)),
-        ),
-        (
-            "Losses. Lines are training losses, dots validation losses, bands the range of the seeds. What matters is "
-            "often too small to be seen here.",
-            pictures.svg(lambda axes: pictures.losses(axes, comparison, arms, unit)),
-        ),
-    ]
+    return {
+        "finals": pictures.svg(lambda axes: pictures.finals(axes, comparison, arms), height=tall),
+        "courses": pictures.svg(lambda axes: pictures.courses(axes, comparison, arms, unit)),
+        "losses": pictures.svg(lambda axes: pictures.losses(axes, comparison, arms, unit)),
+    }
 
 
-def _costs(found: Sensitivity | str) -> dict[str, Any]:
-    """What parts of a recipe cost, or why that is not known."""
-    if isinstance(found, str):
-        return {"why": found, "rankings": []}
+def _costs(found: Sensitivity) -> dict[str, str]:
+    """SVGs of what parts cost: layers and products by short runs, and layers by a few batches, where that is known."""
     prefix = _prefix([unit.name for unit in found.units])
 
-    def by_gap(title: str, text: str, units: Sequence[Unit]) -> dict[str, str]:
+    def by_gap(units: Sequence[Unit]) -> str:
         values = {unit.name.removeprefix(prefix): unit.gap for unit in units}
         clear = [unit.name.removeprefix(prefix) for unit in units if found.is_clear(unit)]
-        measure = "loss above the baseline's if this alone follows the recipe, %"
-        return _ranking(title, text, values, measure, found.noise, clear)
+        return _bars(values, "loss above the baseline's if this alone follows the recipe, %", found.noise, clear)
 
-    rankings = [
-        by_gap(
-            "By layer",
-            "Each part of the model alone follows the recipe, and everything else computes in high precision.",
-            found.units,
-        ),
-        by_gap(
-            "By matrix product",
-            "Of the three products of every layer, one alone follows the recipe: fprop is the forward pass, dgrad "
-            "gives the gradient of a layer's input, wgrad that of its weight.",
-            found.products,
-        ),
-    ]
+    charts = {"layers": by_gap(found.units), "products": by_gap(found.products)}
     if not isinstance(found.divergence, str):
-        alike = found.rank_correlation
-        agreement = "" if alike is None else f" Its rank correlation with the order by short runs is {number(alike)}."
         moved = sorted(found.divergence.items(), key=lambda pair: -pair[1])
-        rankings.append(
-            _ranking(
-                "By layer, from a few batches alone",
-                "How far a part's rounding in the forward pass moves the model's predictions, in millionths of a nat "
-                f"per token. The estimate takes no run, and leaves out what rounding does to gradients.{agreement}",
-                {unit.removeprefix(prefix): 1e6 * value for unit, value in moved},
-                "divergence of predictions, millionths of a nat per token",
-            )
-        )
-    return {"why": "", "rankings": rankings, "found": found}
+        values = {unit.removeprefix(prefix): 1e6 * value for unit, value in moved}
+        charts["batches"] = _bars(values, "divergence of predictions, millionths of a nat per token")
+    return charts
 
 
-def _ranking(
-    title: str, text: str, values: Mapping[str, float], measure: str, noise: float = 0.0, clear: Sequence[str] = ()
-) -> dict[str, str]:
-    """Parts of a model or a recipe by their cost, ``values``, the costliest first; see :func:`pictures.bars`."""
+def _bars(values: Mapping[str, float], measure: str, noise: float = 0.0, clear: Sequence[str] = ()) -> str:
     height = max(1.2, 0.8 + 0.24 * len(values))
-    svg = pictures.svg(lambda axes: pictures.bars(axes, values, noise, clear, measure), height=height)
-    return {"title": title, "text": text, "svg": svg}
+    return pictures.svg(lambda axes: pictures.bars(axes, values, noise, clear, measure), height=height)
 
 
 def _signals(arm: Arm) -> dict[str, Any] | None:
@@ -192,12 +156,8 @@ def _signals(arm: Arm) -> dict[str, Any] | None:
 
 def _prefix(names: Sequence[str]) -> str:
     """What all names begin with, up to a dot."""
-    shared = 0
-    for parts in zip(*(name.split(".")[:-1] for name in names), strict=False):
-        if len(set(parts)) > 1:
-            break
-        shared += len(parts[0]) + 1
-    return names[0][:shared]
+    shared, dot, _ = os.path.commonprefix(list(names)).rpartition(".")  # noqa: RUF071 - these are no paths
+    return shared + dot
 
 
 def _gradients(arms: Sequence[Arm]) -> dict[str, Any] | None:
@@ -219,25 +179,6 @@ def _gradients(arms: Sequence[Arm]) -> dict[str, Any] | None:
         "ends": ends,
         "least": {label: min(r for _, r in c) for label, c in curves.items()},
     }
-
-
-def _estimates(about: About) -> dict[str, Any]:
-    """Rows of what a step would take, and reasons where that is not known."""
-    made = {label: each for label, each in about.estimates.items() if isinstance(each, Estimate)}
-    base = next(iter(made.values()), None)
-    rows = [
-        (
-            label,
-            1e3 * each.seconds,
-            each.tokens_per_second,
-            base.seconds / each.seconds if base else 1.0,
-            each.peak / 2**30,
-        )
-        for label, each in made.items()
-    ]
-    notes = list(dict.fromkeys(note for each in made.values() for note in each.notes))
-    reasons = {label: each for label, each in about.estimates.items() if isinstance(each, str)}
-    return {"rows": rows, "notes": notes, "reasons": reasons}
 
 
 def _tokens(comparison: Comparison) -> int:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fp4engine.accounting.planned import ConversionPlan
 from fp4engine.arguments import one_line, shown
 from fp4engine.checkpoint_names import VOCABULARY
-from fp4engine.compare.checkpoint import Stateful, file_digest
+from fp4engine.compare.checkpoint import file_digest
 from fp4engine.compare.data import Encode, Tokens
 from fp4engine.compare.files import INSTALLED, InputError, place_of
 from fp4engine.compare.loop import learning_rate
@@ -164,13 +164,6 @@ class Task:
         if self.device == "cpu":
             return nullcontext()
         return torch.autocast("cuda", torch.bfloat16, cache_enabled=False)
-
-
-class Hook(Stateful):
-    """Changes a run as it trains; :meth:`Task.hooks` returns such objects."""
-
-    def after_step(self) -> None:
-        """Called after every step of the optimizer."""
 
 
 @dataclass(frozen=True, kw_only=True)
