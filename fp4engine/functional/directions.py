@@ -217,28 +217,19 @@ def _accumulate(call: Call, layout: Layout, pool: Sequence[Tensor], out: Tensor)
         accumulate(call.eager(out.device), product, within, call.cols, out)
 
 
-class Flat(NamedTuple):
-    """A weight that was cast before, taken apart.
+def _flat(call: Call, given: CastWeight) -> tuple[list[Tensor], list[Tensor], CastWeight]:
+    """``given`` taken apart, once for as long as its cache holds it.
 
-    Attributes:
-        read: the tensors that forward reads, of its operand and its seal.
-        kept: the tensors that backward reads.
-        template: with slots in place of these.
+    Returns:
+        The tensors that forward reads, of its operand and its seal; those that backward reads; and ``given`` with slots
+        in place of both.
     """
-
-    read: list[Tensor]
-    kept: list[Tensor]
-    template: CastWeight
-
-
-def _flat(call: Call, given: CastWeight) -> Flat:
-    """``given`` taken apart, once for as long as its cache holds it."""
     cache = call.weight_cache
     known = None if cache is None else cache.flat
     if known is not None and known[0] is given.rowwise and known[1] is given.kept:
         return known[2]
     (read, (rowwise, seal)), (kept, second) = saved((given.rowwise, given.seal)), saved(given.kept)
-    flat = Flat(read, kept, CastWeight(rowwise, second, None, seal))
+    flat = read, kept, CastWeight(rowwise, second, None, seal)
     if cache is not None:
         cache.flat = given.rowwise, given.kept, flat
     return flat

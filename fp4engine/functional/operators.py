@@ -229,25 +229,12 @@ _NOBODY = ExecutedGemms()
 """Nobody counts products of compiled code."""
 
 
-class Prepared(NamedTuple):
-    """What an operator derives from its configuration and its sizes.
-
-    Attributes:
-        call: without the shards and the bias.
-        layout, size: of what the forward operator keeps, see :func:`_layout`.
-    """
-
-    configuration: Configuration
-    call: Call
-    layout: Layout
-    size: int
-
-
 @lru_cache(maxsize=MOST_QUESTIONS)
-def _prepared(encoded: str, rows: int, outs: int, cols: int) -> Prepared:
+def _prepared(encoded: str, rows: int, outs: int, cols: int) -> tuple[Configuration, Call, Layout, int]:
+    """The configuration, the call without shards and bias, and layout and size of what the forward operator keeps."""
     own = Configuration.decode(encoded)
     call = Call(own.plan, _NOBODY, None, None, None, own.needs, None, cols, (*own.dtypes, None))
-    return Prepared(own, call, *_layout(own, rows, outs, cols))
+    return own, call, *_layout(own, rows, outs, cols)
 
 
 def _layout(own: Configuration, rows: int, outs: int, cols: int) -> tuple[Layout, int]:

@@ -2,8 +2,8 @@
 
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -211,13 +211,11 @@ def _clear_microbatches(*_: object) -> None:
 hear_steps(_clear_microbatches)
 
 
-@contextmanager
-def told_of_steps(caches: Iterable[WeightCache]) -> Generator[None]:
+def told_of_steps(caches: Iterable[WeightCache]) -> AbstractContextManager[None]:
     """Region in which every step of a ``torch.optim`` optimizer clears ``caches``."""
 
     def clear(*_: object) -> None:
         for cache in caches:
             cache.clear()
 
-    with hearing_steps(clear):
-        yield
+    return hearing_steps(clear)
