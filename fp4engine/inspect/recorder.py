@@ -191,7 +191,6 @@ class Heard:
         self._draws, self._shadow_rows = draws, shadow_rows
         self._tensors: dict[tuple[str, TensorType], Row] = {}  # rows that wait for the first product of their tensor
         self._operands: dict[tuple[str, TensorType, str], tuple[Figures, int]] = {}
-        self._chosen: dict[tuple[Any, ...], Tensor] = {}  # rows of products, which many layers share
 
     def refuse(self, layer: str, reason: str) -> None:
         self.refusals[layer] = reason
@@ -244,20 +243,13 @@ class Heard:
             terms = spread.groups(left.role, left.side, 1)
             parts = spread.groups(left.role, left.side, 0) + spread.groups(right.role, right.side, 0)
         count, chosen = min(self._shadow_rows, rows), None
-        if count < rows:
-            chosen = self._choose(count, rows, first, left.source.shape[0], left.source.device)
+        if count < rows:  # those of the evenly spread ones that this rank has
+            begin, end = (-(-row * count // rows) for row in (first, first + left.source.shape[0]))
+            chosen = torch.arange(begin, end, device=left.source.device) * rows // count - first
         sources, made = (left.source, right.source), (left.operand, right.operand)
         fields = {"kind": "gemm", "layer": layer, "gemm": gemm, "rows": count, "of_rows": rows}
         figures = statistics.product_figures(sources, made, chosen, terms)
         return Row(fields, figures, part=Part(counts=spread is None or spread.is_first(*parts)))
-
-    def _choose(self, count: int, rows: int, first: int, here: int, device: torch.device) -> Tensor:
-        """Which of ``count`` rows, spread evenly over ``rows``, this rank has, with ``here`` rows from ``first`` on."""
-        asked = (count, rows, first, here, device)
-        if asked not in self._chosen:
-            begin, end = (-(-row * count // rows) for row in (first, first + here))
-            self._chosen[asked] = torch.arange(begin, end, device=device) * rows // count - first
-        return self._chosen[asked]
 
 
 @contextmanager
