@@ -13,11 +13,7 @@ from torch import nn
 
 
 def require_model(model: object) -> None:
-    """Raise unless ``model`` is a module.
-
-    Raises:
-        ValueError: it is something else, its class for instance.
-    """
+    """Raise a ValueError unless ``model`` is a module, and not its class for instance."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {shown(model)}")
 
@@ -106,11 +102,7 @@ def require_dense(name: str, tensor: Any) -> None:
 
 
 def require_callable(name: str, function: Callable[..., Any]) -> None:
-    """Raise unless the argument ``name`` can be called.
-
-    Raises:
-        ValueError: it cannot.
-    """
+    """Raise a ValueError unless the argument ``name`` can be called."""
     if not callable(function):
         raise ValueError(f"{name} must be a function, got {shown(function)}")
 
@@ -122,11 +114,7 @@ def require_data(tensor: torch.Tensor, values: object) -> None:
 
 
 def require_member(name: str, group: Any) -> None:
-    """Raise unless ``group``, an argument of that name, is a process group of which this process is a rank.
-
-    Raises:
-        ValueError: it is something else, or the group of others.
-    """
+    """Raise a ValueError unless the argument ``name`` is a process group of which this process is a rank."""
     if not isinstance(group, torch.distributed.ProcessGroup) or torch.distributed.get_rank(group) < 0:
         raise ValueError(f"{name} must be a process group that this rank belongs to, got {group!r}")
 

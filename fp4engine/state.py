@@ -158,18 +158,16 @@ on_entering: list[Callable[[Recipe], None]] = []
 class Region(ContextDecorator):
     """Context manager and decorator that puts ``state`` in force; None is the state outside every region.
 
+    Attributes:
+        state: what the region puts in force.
+
     Raises:
         RuntimeError: on leaving, if an asyncio task awaited inside, or the region is not open on this thread.
         ValueError: when it decorates a generator or coroutine function, whose body would run after the region.
     """
 
     def __init__(self, state: AutocastState | None) -> None:
-        self._state = state
-
-    @property
-    def state(self) -> AutocastState | None:
-        """What the region puts in force."""
-        return self._state
+        self.state = state
 
     def __call__(self, func: Callable[..., Any]) -> Callable[..., Any]:
         if inspect.isgeneratorfunction(func) or inspect.iscoroutinefunction(func) or inspect.isasyncgenfunction(func):
@@ -186,13 +184,13 @@ class Region(ContextDecorator):
 
     def __enter__(self) -> None:
         catch_up()
-        if self._state is not None and not torch.compiler.is_dynamo_compiling():
+        if self.state is not None and not torch.compiler.is_dynamo_compiling():
             for call in on_entering:
-                call(self._state.recipe)
+                call(self.state.recipe)
         regions = _thread.held
         regions.outer.append((regions.state, regions.backward, _watch()))
-        regions.state, regions.backward = self._state, _current_backward()
-        if self._state is not None and _may_remember(self._state.recipe) and not in_backward():
+        regions.state, regions.backward = self.state, _current_backward()
+        if self.state is not None and _may_remember(self.state.recipe) and not in_backward():
             regions.delayed = True
             begin_step()
 
@@ -200,7 +198,7 @@ class Region(ContextDecorator):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         regions = _thread.held
-        if not (regions.outer and regions.state is self._state) and not torch.compiler.is_dynamo_compiling():
+        if not (regions.outer and regions.state is self.state) and not torch.compiler.is_dynamo_compiling():
             self._become_innermost(regions)
         regions.state, regions.backward, watch = regions.outer.pop()
         ends_step = regions.delayed and regions.state is None
@@ -220,7 +218,7 @@ class Region(ContextDecorator):
             RuntimeError: this region is not open on this thread.
         """
         outer = regions.outer
-        after = next((i for i in reversed(range(1, len(outer))) if outer[i][0] is self._state), None)
+        after = next((i for i in reversed(range(1, len(outer))) if outer[i][0] is self.state), None)
         if after is None:
             raise RuntimeError(
                 "this autocast region is not open on this thread: leave a region once, on the thread that entered it"

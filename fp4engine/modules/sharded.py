@@ -106,13 +106,11 @@ def rows_in_order(plan: LinearPlan, group: Any, inp: Tensor | FusedInput, weight
         ValueError, NotImplementedError: as :func:`layout_of`.
     """
     rows = prod(inp.shape[:-1])
-    split = _rows_split(group, rows)
-    _require_whole_blocks(plan, {"M": split}, name)
-    of_input, of_weight, of_grad = (_shard({"M": split}, *_AXES[role]) for role in _AXES)
+    shards = _shards(plan, {"M": _rows_split(group, rows)}, name)
     draws = plan.draws_in_forward or plan.draws_in_backward
     # With unequal numbers of rows, different rows would be rounded by the same random bits.
     rank = agreed_rank(plan, (group,), inp, weight, name, rows if draws else None)
-    return Shards(of_input, of_weight, of_grad, rank)
+    return Shards(*shards, rank)
 
 
 def _rows_split(group: Any, rows: int) -> _Split:
@@ -187,16 +185,15 @@ def layout_of(
             )
         splits["M"] = _rows_split(cp_group, prod(x.shape[:-1]))
         groups = (*groups, cp_group)
-    _require_whole_blocks(plan, splits, name)
+    parts = _shards(plan, splits, name)
     tensors: tuple[Any, ...] = (inp, weight, bias)
     if bias is not None and list(tensors[2].placements) != biases:
         raise NotImplementedError(
             f"{name}: a bias placed {tensors[2].placements} does not go with a weight placed {w.placements}; it has to "
             f"be placed {tuple(biases)}"
         )
-    of_input, of_weight, of_grad = (_shard(splits, *_AXES[role]) for role in _AXES)
     rank = agreed_rank(plan, groups, inp, weight, name)
-    shards = Shards(of_input, of_weight, of_grad, rank, adds_bias)
+    shards = Shards(*parts, rank, adds_bias)
     shapes = (x.shape, w.shape, w.shape[:1], torch.Size((*x.shape[:-1], w.shape[0])))
     placements = [tuple([gradients[i] for gradients in grads]) for i in range(3)]
     of_grad = tuple([Replicate() if placement.is_partial() else placement for placement in outputs])
@@ -237,8 +234,8 @@ def _shard(splits: dict[str, _Split], rows: str, cols: str) -> Shard:
     return Shard(groups, (place[0], place[1]) if groups else None)
 
 
-def _require_whole_blocks(plan: LinearPlan, splits: dict[str, _Split], name: str) -> None:
-    """Raise if a cast of ``plan`` needs more of a tensor than a rank has."""
+def _shards(plan: LinearPlan, splits: dict[str, _Split], name: str) -> tuple[Shard, Shard, Shard]:
+    """This rank's parts of the three matrices; raises if a cast of ``plan`` needs more of one than a rank has."""
     for role, axes in _AXES.items():
         quantizer: Quantizer = getattr(plan, role)
         for axis, letter in enumerate(axes):
@@ -261,6 +258,8 @@ def _require_whole_blocks(plan: LinearPlan, splits: dict[str, _Split], name: str
                     "module in high precision (convert(keep_high_precision=...)), or leave it out of "
                     "parallelize_module or cp_group"
                 )
+    of_input, of_weight, of_grad = (_shard(splits, *axes) for axes in _AXES.values())
+    return of_input, of_weight, of_grad
 
 
 def _multiple(quantizer: Quantizer, axis: int) -> int:
