@@ -10,6 +10,7 @@ from torch.optim.adam import adam
 
 from fp4engine.arguments import require_one_of
 from fp4engine.modules.quantized_weight import QuantizedWeight
+from fp4engine.ops import largest_magnitudes
 from fp4engine.private import spread_as
 from fp4engine.te.pytorch.constants import DType
 from fp4engine.te.pytorch.optimizers.fused_sgd import ZeroGrad
@@ -281,8 +282,7 @@ class FusedAdam(ZeroGrad, torch.optim.Adam):
         elif dtype == torch.uint8:
             made = Float8CurrentScalingQuantizer(DType.kFloat8E4M3, columnwise=False)(unscaled_state)
         elif dtype == torch.float16:
-            largest = unscaled_state.abs().amax() if unscaled_state.numel() else unscaled_state.new_zeros(())
-            scale = largest / (torch.finfo(torch.float16).max / 2.0)
+            scale = largest_magnitudes([unscaled_state])[0] / (torch.finfo(torch.float16).max / 2.0)
             self._scales.setdefault(param, {})[state_name] = scale
             made = (unscaled_state / torch.where(scale > 0, scale, 1.0)).half()
         else:

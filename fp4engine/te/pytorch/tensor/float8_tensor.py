@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fp4engine.arguments import require_member, shown
 from fp4engine.formats import FP32, CastSpec, fp8
-from fp4engine.ops import all_reduce_amax
+from fp4engine.ops import all_reduce_amax, largest_magnitudes
 from fp4engine.quantizers.base import Quantizer as FrozenQuantizer
 from fp4engine.reference import round_outer_amax
 from fp4engine.reference.scaling import encode_scale
@@ -273,7 +273,7 @@ class Float8Quantizer(_Float8Quantizer):
 
     def _operands(self, tensor: Tensor, **given: Any) -> Operands:
         values = decoded(tensor)
-        own = _largest(values)
+        own = largest_magnitudes([values])
         _collect(self.amax, own)
         numerator = fp8_element("Float8Quantizer", self.dtype).max_value
         amax = _unless_not_finite(own, (numerator / self.scale).view(1).to(values.device))
@@ -283,13 +283,7 @@ class Float8Quantizer(_Float8Quantizer):
         return torch.where(amax.isfinite(), 1.0 / self.scale.float().view(1).to(amax.device), amax)
 
     def calibrate(self, tensor: Tensor) -> None:
-        _collect(self.amax, _largest(tensor))
-
-
-def _largest(tensor: Tensor) -> Tensor:
-    """The largest magnitude, FP32 [1]; NaN if there is one, 0 of nothing."""
-    values = tensor.detach()
-    return values.abs().amax().float().view(1) if values.numel() else values.new_zeros(1, dtype=torch.float32)
+        _collect(self.amax, largest_magnitudes([tensor.detach()]))
 
 
 def _collect(amax: Tensor, own: Tensor) -> None:
@@ -358,9 +352,9 @@ class Float8CurrentScalingQuantizer(_Float8Quantizer):
         if self.use_existing_amax:
             _require_number("Float8CurrentScalingQuantizer", amax=self.amax)
             assert self.amax is not None
-            amax = _unless_not_finite(_largest(values), self.amax.float().view(1).to(values.device))
+            amax = _unless_not_finite(largest_magnitudes([values]), self.amax.float().view(1).to(values.device))
         elif amax is None:
-            amax = _largest(values)
+            amax = largest_magnitudes([values])
             if self.with_amax_reduction:
                 share_amaxes([amax], self.amax_reduction_group)
         spec = self.frozen().rowwise_spec
