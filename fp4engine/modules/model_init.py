@@ -29,7 +29,7 @@ _open: ContextVar[tuple[_ModelInit, ...]] = ContextVar("quantized_model_init", d
 """The innermost last. Generators may leave their regions in any order."""
 
 
-def _in_force() -> _ModelInit | None:
+def init_in_force() -> _ModelInit | None:
     """The region in which modules are built; None outside, and where it is disabled."""
     innermost = _open.get()[-1:]
     return innermost[0] if innermost and innermost[0].enabled else None
@@ -73,7 +73,7 @@ def quantized_model_init(
 
 def store_weight(module: torch.nn.Module, name: str, gemms: Gemms) -> None:
     """Inside a region, quantize the parameter ``name`` of ``module``, which ``gemms`` multiplies by."""
-    init = _in_force()
+    init = init_in_force()
     if init is None:
         return
     weight = module.get_parameter(name)
@@ -96,5 +96,5 @@ def refuse_parts(argument: str) -> None:
     Raises:
         NotImplementedError: a region is in force; names ``argument``.
     """
-    if _in_force() is not None:
+    if init_in_force() is not None:
         raise NotImplementedError(f"a weight in parts cannot be stored as codes: quantized_model_init needs {argument}")

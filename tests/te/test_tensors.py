@@ -940,6 +940,8 @@ def test_stored_parameters_are_what_they_claim_to_be(kind) -> None:
     torch.manual_seed(0)
     with te.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
         layer = te.Linear(96, 160, bias=False, params_dtype=torch.float32)
+    with fp4engine.quantized_model_init(recipe=recipe.frozen):
+        assert type(te.Linear(96, 160).weight) is kind
     plain = fp4engine.Linear(96, 160, bias=False)
     weight = layer.weight
     plain.weight.data.copy_(weight.get_high_precision_init_val())

@@ -13,6 +13,7 @@ from fp4engine.arguments import require_callable, shown
 from fp4engine.functional.fused_input import FusedInput
 from fp4engine.modules.gemms import Gemms
 from fp4engine.modules.inputs import cast_by_autocast
+from fp4engine.modules.model_init import init_in_force
 from fp4engine.modules.quantized_weight import QuantizedWeight, casts_of
 from fp4engine.modules.te_arguments import te_device
 from fp4engine.quantizers.factory import make_quantizer
@@ -121,7 +122,8 @@ class TransformerEngineBaseModule(Placed, DeferredInit, ExtraState):
         if tracker is not None and state is not None:
             self._init_context = partial(_forked, tracker, state)
         self.delay_wgrad_compute = given["delay_wgrad_compute"]
-        self._stored_by, self._preserves = regions.thread.stores_by, regions.thread.keeps_init_val
+        if (init := init_in_force()) is not None:
+            self._stored_by, self._preserves = init.recipe, init.preserve_high_precision_init_val
         self._delayed: list[Callable[[], None]] = []
         self._additions: list[Callable[[], None]] = []
         theirs = rest_of(given)

@@ -1,8 +1,8 @@
 """Regions of TransformerEngine's: ``autocast`` and ``quantized_model_init``, over fp4engine's own."""
 
 import threading
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
@@ -15,7 +15,6 @@ from fp4engine.modules.recompute import follow_seeding
 from fp4engine.ops.draws import seeding
 from fp4engine.ops.rng import follows_torch, state_of
 from fp4engine.quantizers.delayed import begin_step, end_step
-from fp4engine.recipe import Recipe as FrozenRecipe
 from fp4engine.te.common.recipe import as_frozen, default_recipe
 from fp4engine.te.pytorch.recipe_state import AnyRecipe
 
@@ -41,16 +40,12 @@ class _Thread(threading.local):
 
     Attributes:
         open: the open regions, innermost last.
-        stores_by: the recipe by which new modules store their weights as codes.
-        keeps_init_val: whether these weights keep their initial values.
         is_first: whether no module has asked yet whether it is the first one of the outermost region.
         to_show: functions to call when the outermost region is left.
     """
 
     def __init__(self) -> None:  # not class attributes, as in fp4engine.private
         self.open: list[Open] = []
-        self.stores_by: FrozenRecipe | None = None
-        self.keeps_init_val = False
         self.is_first = False
         self.to_show: list[Callable[[], None]] = []
 
@@ -147,24 +142,11 @@ def quantized_model_init(
     """:func:`fp4engine.quantized_model_init` that takes recipes of either kind, and any ``enabled`` but a recipe."""
     _refuse_recipe("enabled", enabled)
     chosen = as_frozen(default_recipe() if recipe is None else recipe)
-    region = model_init.quantized_model_init(bool(enabled), chosen, preserve_high_precision_init_val)
-    return _storing(region, chosen if enabled else None, bool(enabled) and preserve_high_precision_init_val)
+    return model_init.quantized_model_init(bool(enabled), chosen, preserve_high_precision_init_val)
 
 
 fp8_model_init = quantized_model_init
 """TransformerEngine's older spelling."""
-
-
-@contextmanager
-def _storing(region: AbstractContextManager[None], recipe: FrozenRecipe | None, keeps: bool) -> Generator[None]:
-    """``region``, in which modules store their weights by ``recipe``, and whether such weights keep initial values."""
-    outer = thread.stores_by, thread.keeps_init_val
-    thread.stores_by, thread.keeps_init_val = recipe, keeps
-    try:
-        with region:
-            yield
-    finally:
-        thread.stores_by, thread.keeps_init_val = outer
 
 
 def put_in_force(enabled: bool, calibrating: bool, recipe: AnyRecipe | None, group: Any, is_captured: bool) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fp4engine import state
+from fp4engine.modules.model_init import init_in_force
 from fp4engine.te.common.recipe import default_recipe
 from fp4engine.te.pytorch import regions
 from fp4engine.te.pytorch.constants import DType, fp8_element
@@ -106,12 +107,13 @@ class FP8GlobalState:
     @property
     def fp8_parameters(self) -> bool:
         """Whether modules store their weights as codes."""
-        return regions.thread.stores_by is not None
+        return init_in_force() is not None
 
     @property
     def high_precision_init_val(self) -> bool:
         """Whether such weights keep their initial values."""
-        return regions.thread.keeps_init_val
+        init = init_in_force()
+        return init is not None and init.preserve_high_precision_init_val
 
     @property
     def skip_fp8_weight_update_tensor(self) -> None:
