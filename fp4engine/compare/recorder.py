@@ -24,13 +24,11 @@ from fp4engine.arguments import is_number, require_integer, require_path, shown
 from fp4engine.compare.files import InputError, read_rows
 from fp4engine.files import sync, write_atomically
 from fp4engine.inspect.reading import append, are, is_count, is_text, stamp
-from fp4engine.recipe import LinearRecipe, Recipe, recipe_from_argument
+from fp4engine.inspect.search import HIGH_PRECISION
+from fp4engine.recipe import Recipe, recipe_from_argument
 from fp4engine.recipe.base import require_recipe
 from fp4engine.recipe.identity import digest, identity
 from fp4engine.version import __version__
-
-HIGH_PRECISION = LinearRecipe(backward_override=None, backend="auto")
-"""The recipe of the baseline: every linear layer computes as if this package were not there."""
 
 AGAIN = {"draws": 1_000_003, "order": "reversed"}
 """What else a run does that differs from another by nothing that means anything."""

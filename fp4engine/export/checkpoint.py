@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fp4engine.accounting.table import table
+from fp4engine.accounting.table import collapsed, table
 from fp4engine.arguments import is_number, require_bools, require_integer, require_model, require_one_of, require_path
 from fp4engine.checkpoint_names import TOKENIZER
 from fp4engine.constants import E4M3_MAX, FLT_MAX
@@ -117,11 +117,8 @@ class ExportReport:
         alike: dict[tuple[Any, ...], list[ExportedLayer]] = {}
         for layer in self.layers:  # experts of a stack have one line for each projection
             alike.setdefault(expert_stack(layer.name) or (layer.name,), []).append(layer)
-        others: dict[tuple[Any, ...], tuple[str, ...]] = {}
-        for name, why in self.left_alone.items():
-            stack = expert_stack(name)
-            others[stack or (name,)] = (f"{stack[0]}.*.{stack[1]}" if stack else name, *("",) * 6, why)
-        lines = [table(header, [*map(_row, alike.values()), *others.values()])]
+        others = collapsed((name, *[""] * 6, why) for name, why in self.left_alone.items())
+        lines = [table(header, [*map(_row, alike.values()), *others])]
         if self.unused:
             lines.append(f"{len(self.unused)} tensors of weights are none of the model's, e.g. {self.unused[0]!r}")
         lines.append(

@@ -6,7 +6,6 @@ The weights go from file to file one at a time, so the model never exists in mem
 
 import argparse
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from fp4engine.convert import convert
 from fp4engine.export.calibration import KVCache
 from fp4engine.export.checkpoint import export_checkpoint
 from fp4engine.export.reader import CheckpointError, TensorFolder, read_json
-from fp4engine.export.readers import quiet
+from fp4engine.export.readers import on_meta, quiet
 from fp4engine.export.recoding import LOSSLESS, decoded_names, recode_checkpoint
 from fp4engine.export.served import compare_served
 from fp4engine.export.serving_format import MODELOPT
@@ -102,8 +101,7 @@ def compare(args: argparse.Namespace) -> int:
     largest = model.config.get_text_config().vocab_size
     if bad := next((token for row in rows for token in row if not 0 <= token < largest), None):
         raise ValueError(f"--data must hold token ids from 0 to {largest - 1}, got {bad}")
-    lengths = [row[: args.length] for row in rows]
-    batches = [torch.tensor(lengths[i : i + args.batch], dtype=torch.int64) for i in range(0, len(lengths), args.batch)]
+    batches = torch.tensor([row[: args.length] for row in rows], dtype=torch.int64).split(args.batch)
     found = compare_served(model, args.exported, batches, recipe, inputs=not args.weights_only)
     print(found)
     return int(args.max_kl is not None and not found.kl_max <= args.max_kl)
@@ -174,8 +172,7 @@ def _empty_model(source: Path, tensors: int, quantized: bool = False) -> Any:
         layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
         if layers > tensors:
             raise ValueError(f"it has {layers} layers, and the files hold {tensors} tensors")
-        with torch.device("meta"), warnings.catch_warnings(action="ignore"):  # an error says what is wrong, if anything
-            model = kind(config)
+        model = on_meta(kind, config)
         if (source / "generation_config.json").is_file():
             model.generation_config = transformers.GenerationConfig.from_pretrained(source)
     except Exception as error:  # a configuration can make transformers raise anything

@@ -92,7 +92,7 @@ def needs_values_at_once(model: nn.Module) -> bool:
     initialise, config = getattr(model, "_init_weights", None), getattr(model, "config", None)
     if not callable(initialise) or config is None:
         return False
-    twin = _empty(type(model), config)
+    twin = on_meta(type(model), config)
     for module in twin.modules():
         if isinstance(module, nn.Linear):
             module.register_parameter("weight", None)
@@ -114,7 +114,7 @@ def decoded_model(checkpoint: ServedCheckpoint, kind: Any, config: Any, round_to
         config: its configuration, without quantization.
         round_to: a dtype that all values are rounded to.
     """
-    transposed = {name for name, module in _empty(kind, config).named_modules() if is_conv1d(module)}
+    transposed = {name for name, module in on_meta(kind, config).named_modules() if is_conv1d(module)}
     tensors = {name: checkpoint.tensors[name] for name in checkpoint.tensors if not checkpoint.is_codes(name)}
     for layer in checkpoint.layers:
         weight = checkpoint.weight(layer)
@@ -132,7 +132,8 @@ def plain_config(model: Any) -> Any:
     return type(model.config).from_dict(described)
 
 
-def _empty(kind: Any, config: Any) -> Any:
+def on_meta(kind: Any, config: Any) -> Any:
+    """A model of transformers on ``meta``, without warnings: an error says what is wrong, if anything is."""
     with torch.device("meta"), warnings.catch_warnings(action="ignore"):
         return kind(config)
 
