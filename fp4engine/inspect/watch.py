@@ -383,16 +383,14 @@ def _columnwise(role: TensorType, forward: _Forward, drawn: Tensor | None) -> Se
     if kept is not None and kept.is_columnwise:
         return kept
     if quantizer.columnwise_source == "original":
-        own = forward.drawn if quantizer.draws_in_forward else None  # made in forward, so with its draw
-        return _see_columnwise(plan, role, matrix, own, forward.spread)
-    if quantizer.columnwise_source == "saved_original":
-        return _see_columnwise(plan, role, matrix, drawn, forward.spread)
-    assert kept is not None
-    operand = kept.operand if kept.spec is not None else Operand.dense(matrix)
-    values = operand.dequantize(torch.float32)
-    if forward.spread is not None:
-        return _see_columnwise(plan, role, values, drawn, forward.spread)
-    return Seen(role, "columnwise", values.T, plan, quantizer.requantize(operand, drawn), drawn)
+        drawn = forward.drawn if quantizer.draws_in_forward else None  # made in forward, so with its draw
+    elif quantizer.columnwise_source == "rowwise_dequantized":
+        assert kept is not None
+        operand = kept.operand if kept.spec is not None else Operand.dense(matrix)
+        matrix = operand.dequantize(torch.float32)
+    _, seen = _see(plan, role, matrix, drawn, forward.spread, rowwise=False)
+    assert seen is not None
+    return seen
 
 
 def _see(
@@ -411,14 +409,6 @@ def _see(
         None if row is None else Seen(role, "rowwise", matrix, plan, row, rng, spread),
         None if col is None else Seen(role, "columnwise", matrix.T, plan, col, rng, spread),
     )
-
-
-def _see_columnwise(
-    plan: LinearPlan, role: TensorType, matrix: Tensor, rng: Tensor | None, spread: Spread | None
-) -> Seen:
-    _, seen = _see(plan, role, matrix, rng, spread, rowwise=False)
-    assert seen is not None
-    return seen
 
 
 def drawn(seen: Seen, count: int) -> Iterator[Tensor]:
