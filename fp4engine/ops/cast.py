@@ -374,12 +374,9 @@ def codes_outputs(spec: CastSpec, rows: int, cols: int) -> list[Output]:
     return [codes, Output((rows, spec.num_blocks(width)), spec.scale.torch_dtype)]
 
 
-def _amax_output(spec: CastSpec, rows: int, cols: int) -> Output:
-    return Output(amax_shape(spec, rows, cols), torch.float32)
-
-
 def _amax_outputs(x: Tensor, rowwise: str, columnwise: str) -> list[Output]:
-    return [_amax_output(spec, *operand.shape) for _, operand, spec in _sides(x, rowwise, columnwise)]
+    sides = _sides(x, rowwise, columnwise)
+    return [Output(amax_shape(spec, *operand.shape), torch.float32) for _, operand, spec in sides]
 
 
 def _quantize_outputs(
@@ -399,7 +396,7 @@ def _quantize_outputs(
         else:
             outputs += codes_outputs(spec, *shape)
         if outer == len(outputs):
-            outputs.append(_amax_output(spec, *shape))
+            outputs.append(Output(amax_shape(spec, *shape), torch.float32))
     return outputs
 
 

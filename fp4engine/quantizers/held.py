@@ -83,17 +83,13 @@ class HeldQuantizer(RememberingQuantizer):
         """True: a launch is given the amax."""
         return type(self) is HeldQuantizer
 
-    @property
-    def _one(self) -> float:
-        assert self.rowwise_spec is not None
-        return self.rowwise_spec.numerator
-
     def _new_history(self) -> HeldAmax:
-        return HeldAmax(self._one)
+        assert self.rowwise_spec is not None
+        return HeldAmax(self.rowwise_spec.numerator)
 
     def _choose(self, current: Tensor) -> Tensor:
-        assert isinstance(self.history, HeldAmax)
-        return self.history.hold(current, self.hold, self._one, self.evaluates, self.backend)
+        assert isinstance(self.history, HeldAmax) and self.rowwise_spec is not None
+        return self.history.hold(current, self.hold, self.rowwise_spec.numerator, self.evaluates, self.backend)
 
     def given_amax(self, x: Tensor, shared: Tensor | None) -> Tensor:
         return self.scaled_by(self.own_amax(x) if shared is None else shared)
