@@ -219,7 +219,7 @@ class DotProductAttention(OneContext, ExtraState):
         if "bottom_right" not in call.kind:  # new tokens come after those that are there
             call = call._replace(kind=call.kind.replace("causal", "causal_bottom_right"))
         parts = [
-            call.of_sequence(index, len(queries)).one(query, key, value)
+            call.of_sequence(index, len(queries), query, key, value)
             for index, (query, (key, value)) in enumerate(zip(queries, whole, strict=True))
         ]
         padded = [F.pad(part, (0, 0, 0, 0, 0, size - part.shape[0])) for part in parts]
@@ -263,13 +263,13 @@ class _Call(NamedTuple):
     def mask(self) -> AttentionMask:
         return AttentionMask(self.kind, self.window, self.diagonal)
 
-    def of_sequence(self, index: int, count: int) -> "_Call":
-        """The call for one of ``count`` sequences, with the slopes and the bias that are its own.
+    def of_sequence(self, index: int, count: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attention [S, H, D] of one of ``count`` sequences without padding, by the slopes and the bias of its own.
 
         Raises:
-            ValueError: there are neither as many as sequences, nor one for all.
+            ValueError: there are neither as many as sequences, nor one for all; a bias is too short for the sequence.
         """
-        own: dict[str, Tensor] = {}
+        own: dict[str, Any] = {"kind": self.kind.replace("padding_", "").replace("padding", "no_mask")}
         for name, given in (("slopes", self.slopes), ("bias", self.bias)):
             if given is None or (name == "slopes" and given.ndim == 1):
                 continue
@@ -279,26 +279,17 @@ class _Call(NamedTuple):
                     f"{called} must have one entry, or one for each of {count} sequences, got {list(given.shape)}"
                 )
             own[name] = given[index : index + 1] if given.shape[0] > 1 else given
-        return self._replace(**own)
-
-    def one(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attention [S, H, D] of one sequence without padding.
-
-        Raises:
-            ValueError: a bias of other lengths than the sequence's.
-        """
-        alone = self._replace(kind=self.kind.replace("padding_", "").replace("padding", "no_mask"))
-        if self.bias is not None:
+        bias: Tensor | None = own.get("bias")
+        if bias is not None:
             lengths = (query.shape[0], key.shape[0])
-            if any(have < asked and have != 1 for have, asked in zip(self.bias.shape[-2:], lengths, strict=True)):
+            if any(have < asked and have != 1 for have, asked in zip(bias.shape[-2:], lengths, strict=True)):
                 raise ValueError(
-                    f"core_attention_bias {list(self.bias.shape)} is too short for a sequence of {lengths[0]} queries "
+                    f"core_attention_bias {list(bias.shape)} is too short for a sequence of {lengths[0]} queries "
                     f"and {lengths[1]} keys"
                 )
-            alone = alone._replace(bias=self.bias[..., : lengths[0], : lengths[1]])
+            own["bias"] = bias[..., : lengths[0], : lengths[1]]
         query, key, value = (t.transpose(0, 1)[None] for t in (query, key, value))
-        context = alone(query, key, value, None)
-        return context[0].transpose(0, 1)
+        return self._replace(**own)(query, key, value, None)[0].transpose(0, 1)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Masked) -> Tensor:
         """[B, H, S, D] by keys and values [B, G, T, D]; a query that may read nothing gives zeros."""
@@ -329,7 +320,7 @@ def _packed(
     end = 0
     for index, (start, length) in enumerate(zip(starts_q, lengths_q, strict=False)):
         own = slice(starts_kv[index], starts_kv[index] + lengths_kv[index])
-        part = call.of_sequence(index, len(lengths_q)).one(query[start : start + length], key[own], value[own])
+        part = call.of_sequence(index, len(lengths_q), query[start : start + length], key[own], value[own])
         pieces += [part.new_zeros(start - end, *part.shape[1:]), part]
         end = start + length
     pieces.append(pieces[-1].new_zeros(query.shape[0] - end, *pieces[-1].shape[1:]))
