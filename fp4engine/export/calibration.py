@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -46,7 +47,9 @@ def calibrate(
             "first"
         )
     amaxes: dict[str, Tensor] = {}
-    with _watched(layers, amaxes):
+    with ExitStack() as stack:
+        for name, module in layers.items():
+            stack.enter_context(module.register_forward_pre_hook(partial(_note_amax, amaxes, name), with_kwargs=True))
         count = sum(1 for _ in _runs(model, batches, recipe, progress))
     seen = {name: float(amax) for name, amax in amaxes.items()}
     for name, amax in seen.items():
@@ -72,25 +75,16 @@ def evaluated(model: nn.Module) -> Generator[None]:
             module.training = mode
 
 
-@contextmanager
-def _watched(layers: Mapping[str, nn.Module], amaxes: dict[str, Tensor]) -> Generator[None]:
-    """Region that notes the largest magnitude of each layer's input in ``amaxes``, FP32 []; NaN if it holds one."""
-
-    def hook(name: str) -> Any:
-        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            inp = args[0] if args else kwargs["inp" if isinstance(module, GroupedLinear) else "input"]
-            if not isinstance(inp, Tensor):
-                raise ValueError(f"the input of {name!r} must be a tensor, got {type(inp).__name__}")
-            if inp.numel():
-                amax = inp.detach().abs().amax().float()
-                amaxes[name] = torch.maximum(amaxes[name], amax) if name in amaxes else amax
-
-        return note
-
-    with ExitStack() as stack:
-        for name, module in layers.items():
-            stack.enter_context(module.register_forward_pre_hook(hook(name), with_kwargs=True))
-        yield
+def _note_amax(
+    amaxes: dict[str, Tensor], name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Keep the largest magnitude of the inputs of the layer ``name``, FP32 []; NaN if one holds one."""
+    inp = args[0] if args else kwargs["inp" if isinstance(module, GroupedLinear) else "input"]
+    if not isinstance(inp, Tensor):
+        raise ValueError(f"the input of {name!r} must be a tensor, got {type(inp).__name__}")
+    if inp.numel():
+        amax = inp.detach().abs().amax().float()
+        amaxes[name] = torch.maximum(amaxes[name], amax) if name in amaxes else amax
 
 
 def _runs(

@@ -5,6 +5,7 @@ import io
 import warnings
 from collections.abc import Collection, Generator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -273,18 +274,15 @@ def _outputs(model: nn.Module) -> Generator[dict[str, Tensor]]:
     outermost = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
     found: dict[str, Tensor] = {}
 
-    def hook(name: str) -> Any:
-        def note(module: nn.Module, args: Any, output: Any) -> None:
-            first = output[0] if isinstance(output, tuple | list) else output
-            if isinstance(first, Tensor):
-                found[name] = first
-
-        return note
+    def note(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        first = output[0] if isinstance(output, tuple | list) else output
+        if isinstance(first, Tensor):
+            found[name] = first
 
     with contextlib.ExitStack() as stack:
         for name in outermost:
             for index, block in model.get_submodule(name).named_children():
-                stack.enter_context(block.register_forward_hook(hook(f"{name}.{index}")))
+                stack.enter_context(block.register_forward_hook(partial(note, f"{name}.{index}")))
         yield found
 
 
