@@ -126,6 +126,11 @@ None and by the amax that was given for each side."""
 @constant_when_traced
 def _key_and_layout(row_missing: bool, col_missing: bool, no_draw: bool, *parts: Any) -> tuple[str, Layout | None]:
     """The key and the layout of a cast. ``parts`` are the fields of :class:`Asked`; Dynamo would lose a named tuple."""
+    return _told(row_missing, col_missing, no_draw, *parts)
+
+
+@cache
+def _told(row_missing: bool, col_missing: bool, no_draw: bool, *parts: Any) -> tuple[str, Layout | None]:
     asked = Asked(*parts)
     return asked.key, _laid_out(asked, row_missing, col_missing, no_draw)
 
