@@ -286,5 +286,5 @@ def _linear_backward_outputs(grad_output: Tensor, configuration: str, cols: int)
     ]
 
 
-define(_linear_forward, _linear_forward_outputs, mutates_args=("token",))
-define(_linear_backward, _linear_backward_outputs, mutates_args=("state", "token"))
+define(_linear_forward, _linear_forward_outputs, mutates_args=("token",), any_strides=True)
+define(_linear_backward, _linear_backward_outputs, mutates_args=("state", "token"), any_strides=True)

@@ -410,6 +410,6 @@ def _dequantize_outputs(codes: Tensor, spec: str, cols: int, dtype: torch.dtype)
     return [Output((codes.shape[0], cols if parsed.rotation is None else parsed.padded_cols(cols)), dtype)]
 
 
-define(_amax, _amax_outputs)
-define(_quantize, _quantize_outputs)
+define(_amax, _amax_outputs, any_strides=True)
+define(_quantize, _quantize_outputs, any_strides=True)
 define(_dequantize, _dequantize_outputs)

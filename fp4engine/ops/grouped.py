@@ -258,8 +258,8 @@ def _expert_offsets_outputs(counts: Tensor) -> list[Output]:
 
 
 define(_expert_offsets, _expert_offsets_outputs)
-define(_grouped_quantize, _grouped_quantize_outputs)
+define(_grouped_quantize, _grouped_quantize_outputs, any_strides=True)
 define(_grouped_gemm, _grouped_gemm_outputs)
 define(_grouped_wgrad, _grouped_wgrad_outputs)
 define(_grouped_wgrad_accumulate, None, mutates_args=("outs",))
-define(_column_sums, _column_sums_outputs)
+define(_column_sums, _column_sums_outputs, any_strides=True)

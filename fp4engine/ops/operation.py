@@ -57,6 +57,7 @@ def define(
     run: Callable[..., list[Tensor] | tuple[Tensor, ...] | Tensor | None],
     outputs: Outputs | None,
     mutates_args: tuple[str, ...] = (),
+    any_strides: bool = False,
 ) -> Any:
     """``torch.ops.fp4engine.<name of run, without its underscore>``, for every device, without gradients.
 
@@ -64,15 +65,16 @@ def define(
     these operations do not need: a call takes 19 us on one CPU, and 5 us here. A compiled model makes thousands of
     calls per second.
 
-    Strides of its tensors are left to Inductor. Were they fixed, Inductor would compute a view of something that no
-    memory holds yet element by element of the view: the gradient of a fused query, key and value takes 0.21 ms so where
-    a matrix product's takes 0.08.
-
     Args:
         run: the implementation. Its annotations make the schema. It returns one contiguous tensor, or several different
             ones: as a list, or as a tuple if it writes to tensors, since a compiler does not accept a list then.
         outputs: takes some of the arguments of ``run``, by their names; None if ``run`` returns nothing.
         mutates_args: names of the tensors that ``run`` writes to.
+        any_strides: whether ``run`` reads tensors of any strides. They are left to Inductor then, which may lay out
+            what is contiguous in eager code along its columns. Were they fixed, Inductor would compute a view of
+            something that no memory holds yet element by element of the view: the gradient of a fused query, key and
+            value takes 0.21 ms so where a matrix product's takes 0.08. What reads codes and scales takes no others than
+            contiguous ones.
     """
     name = run.__name__.lstrip("_")
     returned, names = signature(run).return_annotation, list(signature(run).parameters)
@@ -89,7 +91,8 @@ def define(
         return made if get_origin(returned) is list else tuple(made)
 
     schema = torch.library.infer_schema(run, mutates_args=mutates_args)
-    _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout))
+    strides = torch.Tag.flexible_layout if any_strides else torch.Tag.needs_exact_strides
+    _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, strides))
     _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fp4engine::{name}", fake, lib=_library)
     return getattr(torch.ops.fp4engine, name)

@@ -184,6 +184,24 @@ def test_nvfp4_layers_compiled(kernel_device, case):
     assert_compiled_is_eager(recipe, SHAPES[shape], kernel_device, **options)
 
 
+@pytest.mark.no_poison
+def test_a_stored_weight_compiled_by_inductor(kernel_device):
+    """Which lays out the transposed codes along their columns, where nobody asks for another order."""
+    recipe = NVFP4BlockScaling(disable_stochastic_rounding=True)
+    torch._dynamo.reset()
+    with fp4engine.quantized_model_init(recipe=recipe):
+        layer = fp4engine.Linear(64, 48, bias=False, dtype=torch.bfloat16, device=kernel_device)
+    results = []
+    for call in (layer, torch.compile(layer, fullgraph=True)):
+        x = torch.linspace(-3, 5, 32 * 64, device=kernel_device).view(32, 64).bfloat16().requires_grad_()
+        with fp4engine.autocast(recipe=recipe):
+            y = call(x)
+        y.backward(torch.linspace(-1, 2, y.numel()).view(y.shape).to(y))
+        results.append((y.detach(), x.grad))
+    for eager, compiled in zip(*results, strict=True):
+        assert torch.equal(eager, compiled)
+
+
 def assert_same_for_rows(layer, call, numbers, recipe):
     """A compiled ``call`` of a 48x32 ``layer`` gives eager's bytes for every number of rows."""
     for rows in numbers:
