@@ -62,10 +62,14 @@ PRESETS = {
     "3m-20-hot": Conditions("3m-20-hot", 4, 256, 256, 128, 66_000_000, 2e-3, 101, 1, hot=64.0),
     "3m-20-fast": Conditions("3m-20-fast", 4, 256, 256, 128, 66_000_000, 8e-3, 101, 1),
     "10m": Conditions("10m", 6, 384, 512, 128, 1_000_000_000, 2e-3, 763, 1),
+    "3m-15": Conditions("3m-15", 4, 256, 256, 128, 50_200_000, 2e-3, 77, 1),
+    "10m-15": Conditions("10m-15", 6, 384, 512, 128, 162_000_000, 2e-3, 124, 1),
+    "85m-15": Conditions("85m-15", 12, 768, 512, 128, 1_280_000_000, 1e-3, 977, 1),
 }
 """`mini` (0.9 million parameters), `3m` and `10m` see about 95 bytes per parameter, where the published gaps are wide;
 `micro` (0.5 million) sees 20, for recipes whose casts have no kernel yet. `3m-20` and `3m-400` are `3m` at 20 and 400
-bytes per parameter; of the former there is one with hot channels and one at four times the learning rate."""
+bytes per parameter; of the former there is one with hot channels and one at four times the learning rate. Presets that
+end in 15 see 15 bytes per parameter, so that a model of 85 million ends within an hour on an H200."""
 
 
 @dataclass(frozen=True)
@@ -441,6 +445,12 @@ STUDIES = {
         "nvfp4",
         BIASES,
         ("3m-20", "3m", "3m-400"),
+    ),
+    "size": Study(
+        "Do sign, order and size of gaps carry over to 85 million parameters?",
+        "nvfp4",
+        ("nvfp4", "two-term inputs", "scale search", "nvfp4 + 4/6", "MXFP4"),
+        ("3m-15", "10m-15", "85m-15"),
     ),
     "outliers": Study(
         "Which recipes break under hot channels, or at four times the learning rate?",
