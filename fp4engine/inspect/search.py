@@ -27,7 +27,7 @@ from fp4engine.inspect.watch import layers_of
 from fp4engine.names import EndOfName, covers, literal
 from fp4engine.recipe import Casts, LinearRecipe, Recipe, Rule, RuledRecipe
 from fp4engine.recipe.base import require_recipe
-from fp4engine.recipe.linear import GEMM_OPERANDS
+from fp4engine.recipe.linear import GEMM_OPERANDS, sum_complaints
 from fp4engine.roles import TENSOR_TYPES
 from fp4engine.state import get_default_recipe
 
@@ -473,7 +473,8 @@ def to_switch(costs: Mapping[str, float], parts: Mapping[str, float], share: flo
 def keeping(recipe: Recipe, operands: Iterable[tuple[str, str]]) -> LinearRecipe:
     """``recipe`` with only ``operands``, pairs of role and side, cast; all others stay in high precision.
 
-    An operand whose GEMM partner is not cast is not rotated either, since only two rotations cancel.
+    An operand whose GEMM partner is not cast is not rotated either, since only two rotations cancel, and its products
+    are summed in FP32 whatever ``recipe.accumulation`` is.
     """
     kept = set(operands)
     partner = {pair[place]: pair[1 - place] for pair in GEMM_OPERANDS.values() for place in (0, 1)}
@@ -494,7 +495,10 @@ def keeping(recipe: Recipe, operands: Iterable[tuple[str, str]]) -> LinearRecipe
         )
         for role in TENSOR_TYPES
     }
-    return LinearRecipe(**casts, allow_biased=True, backward_override=recipe.backward_override, backend=recipe.backend)
+    same: dict[str, Any] = {name: getattr(recipe, name) for name in ("backward_override", "backend", "accumulation")}
+    if any(sum_complaints(recipe.accumulation, recipe.backward_override, *(casts[role] for role in TENSOR_TYPES))):
+        same["accumulation"] = "fp32"
+    return LinearRecipe(**casts, allow_biased=True, **same)
 
 
 def _spec(recipe: Recipe, role: str, side: str) -> CastSpec | None:

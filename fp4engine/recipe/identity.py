@@ -115,7 +115,7 @@ def as_casts(recipe: Recipe) -> LinearRecipe:
     if recipe.is_delayed:
         raise ValueError("delayed and held scaling depend on the steps before, and are no table of casts")
     roles: dict[str, Any] = {role: recipe.casts(role) for role in ("input", "weight", "grad_output")}
-    roles |= {"backward_override": recipe.backward_override, "backend": recipe.backend}
+    roles |= {name: getattr(recipe, name) for name in ("backward_override", "backend", "accumulation")}
     return LinearRecipe(**roles, allow_biased=True)
 
 

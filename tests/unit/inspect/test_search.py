@@ -10,7 +10,7 @@ from torch import nn
 import fp4engine
 from fp4engine import inspect
 from fp4engine.inspect.search import HIGH_PRECISION, keeping
-from fp4engine.recipe import DelayedScaling, LinearRecipe, Rule, RuledRecipe, zoo
+from fp4engine.recipe import DelayedScaling, LinearRecipe, NVFP4BlockScaling, Rule, RuledRecipe, zoo
 from fp4engine.recipe.linear import GEMM_OPERANDS
 from fp4engine.roles import QuantizerRole
 
@@ -204,6 +204,13 @@ def test_parts_of_every_recipe_are_recipes(name: str, gemm: str) -> None:
     assert (
         keeping(recipe, []).replace(allow_biased=False).casts("input").rowwise is LinearRecipe().casts("input").rowwise
     )
+
+
+def test_a_product_alone_is_summed_as_the_recipe_sums_it_and_an_operand_alone_in_fp32() -> None:
+    recipe = NVFP4BlockScaling(accumulation="blackwell")
+    for pair in GEMM_OPERANDS.values():
+        assert keeping(recipe, pair).accumulation == "blackwell"
+        assert {keeping(recipe, [operand]).accumulation for operand in pair} == {"fp32"}
 
 
 @pytest.mark.slow

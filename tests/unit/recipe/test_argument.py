@@ -16,7 +16,7 @@ from fp4engine.recipe import (
     recipe_from_argument,
     zoo,
 )
-from fp4engine.recipe.identity import ablations, identity
+from fp4engine.recipe.identity import ablations, as_casts, identity
 
 NVFP4, MXFP4 = zoo.make("nvfp4"), zoo.make("mxfp4")
 WITHOUT_BOTH = NVFP4.replace(disable_rht=True, disable_stochastic_rounding=True)
@@ -89,6 +89,8 @@ def test_differences_are_fields_of_one_class_and_casts_of_two() -> None:
     assert differences(NVFP4, NVFP4.replace()) == {}
     found = differences(NVFP4, MXFP4)
     assert found["weight.rowwise.block"] == ((16, 16), (1, 32)) and "disable_rht" not in found
+    summed = NVFP4.replace(accumulation="blackwell")
+    assert differences(summed, as_casts(NVFP4))["accumulation"] == ("blackwell", "fp32")
     with pytest.raises(ValueError, match="no table of casts"):
         differences(zoo.make("fp8_delayed"), NVFP4)
 
@@ -98,6 +100,8 @@ def test_one_field_changes_at_a_time() -> None:
         "disable_rht": NVFP4.replace(disable_rht=True),
         "disable_stochastic_rounding": NVFP4.replace(disable_stochastic_rounding=True),
     }
+    changed = {"accumulation": "blackwell", "disable_rht": True}
+    assert ablations(NVFP4, NVFP4.replace(**changed)).keys() == changed.keys()
     by_product = ablations(NVFP4, MXFP4)
     assert list(by_product) == ["fprop", "dgrad", "wgrad"]
     dgrad = by_product["dgrad"]
