@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn.utils import prune
 
+from fp4engine.state import current_state
 from fp4engine.te.common.recipe import CustomRecipe, DelayedScaling, Float8CurrentScaling, NVFP4BlockScaling
 from fp4engine.te.pytorch import GroupedLinear, autocast, quantized_model_init
 from fp4engine.te.pytorch.custom_recipes.quantizer_factory_zoo import nvfp4_row_scaled_fwd_mxfp8_bwd_factory
@@ -123,6 +124,21 @@ def test_results_and_gradients_are_written_where_they_are_wanted(recipe) -> None
     if not isinstance(recipe, DelayedScaling):  # whose second step is scaled by the first
         assert torch.equal(out, expected[0]) and torch.equal(dgrad_out, expected[1])
     assert torch.equal(dgrad, dgrad_out)
+
+
+def test_a_compiled_forward_that_writes_its_gradient_leaves_its_region() -> None:
+    module, recipe = GroupedLinear(3, 32, 48), Float8CurrentScaling()
+    x, place = torch.randn(40, 32, requires_grad=True), torch.empty(40, 32)
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def forward(x, place):
+        with autocast(recipe=recipe):
+            return module(x, SPLITS, dgrad_out=place)
+
+    output = forward(x, place)
+    assert current_state() is None
+    output.sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, place)
 
 
 @pytest.mark.parametrize("name", ["out", "dgrad_out"])

@@ -252,9 +252,7 @@ class GroupedLinear(TransformerEngineBaseModule, modules.GroupedLinear):
         """
         if dgrad_out is not None:
             _require_place("dgrad_out", dgrad_out, inp)
-            inp = inp.view_as(inp)
-            if inp.requires_grad:
-                inp.register_hook(dgrad_out.copy_)
+            inp = _GradientInto.apply(inp, dgrad_out)
         result = self._run(super().forward, inp, m_splits, is_first_microbatch)
         output, *rest = result if isinstance(result, tuple) else (result,)
         if self.return_bias and self.single_grouped_bias:
@@ -280,3 +278,15 @@ def is_module_grouped_tensor_path_supported(recipe: Any, dtype: torch.dtype) -> 
     Counts on the device, single parameters and given outputs work without it.
     """
     return False
+
+
+class _GradientInto(torch.autograd.Function):
+    # Where torch.compile traces a hook in its place, the region around it stays in force.
+    @staticmethod
+    def forward(ctx: Any, inp: Tensor, place: Tensor) -> Tensor:
+        ctx.place = place
+        return inp.view_as(inp)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.place.copy_(grads[0]), None
