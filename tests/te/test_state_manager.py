@@ -50,6 +50,22 @@ def test_what_is_read_is_what_is_in_force() -> None:
         _ = Manager.NONSENSE
 
 
+@pytest.mark.parametrize("name", ["is_fp8_calibration", "get_fp8_group"])
+def test_a_compiled_question_is_not_compiled_anew_for_each_recipe(name) -> None:
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    ask = torch.compile(lambda x: x + 1 if getattr(Manager, name)() else x - 1, backend=backend, fullgraph=True)
+    for recipe in (MXFP8BlockScaling(), NVFP4BlockScaling(), Float8CurrentScaling()):
+        with autocast(recipe=recipe), autocast(enabled=False, recipe=recipe):
+            assert ask(torch.zeros(())) == -1
+    assert len(graphs) == 1
+
+
 def test_a_region_by_hand_is_one_by_with() -> None:
     x, layer = torch.randn(16, 32), Linear(32, 32)
     saved = Manager.get_autocast_state()

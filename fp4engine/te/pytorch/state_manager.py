@@ -200,12 +200,14 @@ class FP8GlobalStateManager(metaclass=_ByEarlierNames):
     @classmethod
     def is_fp8_enabled(cls) -> bool:
         """Whether a region quantizes."""
-        return cls.quantization_state.read().fp8_enabled
+        current = state.current_state()
+        return current is not None and current.enabled
 
     @classmethod
     def is_fp8_calibration(cls) -> bool:
         """Whether a region calibrates."""
-        return cls.quantization_state.read().fp8_calibration
+        current = state.current_state()
+        return current is not None and current.calibrating
 
     @classmethod
     def with_fp8_parameters(cls) -> bool:
@@ -220,7 +222,7 @@ class FP8GlobalStateManager(metaclass=_ByEarlierNames):
     @classmethod
     def fp8_graph_capturing(cls) -> bool:
         """Whether a CUDA graph is being captured."""
-        is_told = cls.quantization_state.read().fp8_graph_capturing
+        is_told = bool(regions.thread.open) and regions.thread.open[-1].is_captured
         return is_told or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
     @classmethod
@@ -238,7 +240,8 @@ class FP8GlobalStateManager(metaclass=_ByEarlierNames):
     @classmethod
     def get_fp8_group(cls) -> Any:
         """The group over which the region in force shares amaxes."""
-        return cls.quantization_state.read().fp8_distributed_group
+        current = state.current_state()
+        return None if current is None else current.amax_reduction_group
 
     @classmethod
     def get_autocast_state(cls) -> AutocastFields:
