@@ -138,3 +138,11 @@ def load_what_one_rank_remembers(rank, folder):
 
 def test_distributed_checkpoints_give_no_rank_the_history_of_another(tmp_path) -> None:
     spawn(load_what_one_rank_remembers, (str(tmp_path),), 2)
+
+
+def test_a_file_without_the_entry_loads_by_arguments_with_names() -> None:
+    """As subclasses pass them on."""
+    layer, missing = Linear(32, 32), []
+    arguments = {"prefix": "", "local_metadata": {}, "strict": True, "missing_keys": missing}
+    layer._load_from_state_dict({"weight": layer.weight}, **arguments, unexpected_keys=[], error_msgs=[])
+    assert missing == ["bias"]

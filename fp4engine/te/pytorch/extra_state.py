@@ -58,11 +58,20 @@ class ExtraState(torch.nn.Module):
                 stacklevel=2,
             )
 
-    def _load_from_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str], *rest: Any
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
     ) -> None:
         """Take a file without the entry, such as one of ``torch.nn.Linear``, for one that remembers nothing."""
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *rest)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
         entry = f"{prefix}_extra_state"
         if entry in missing_keys:
             missing_keys.remove(entry)
