@@ -134,7 +134,9 @@ def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *m
         if newest.name != step_name(state["step"]):
             raise ValueError(f"it is that of step {state['step']}")
         load_weights(model, newest / WEIGHTS)
-        model.load_state_dict(state["extra_state"], strict=False)
+        # Of an empty file a model's own loading may miss what it renames.
+        if extra := state["extra_state"]:
+            model.load_state_dict(extra, strict=False)
         optimizer.load_state_dict(state["optimizer"])
         set_generator_states(state)
         set_rng_state(state["fp4_rng"])

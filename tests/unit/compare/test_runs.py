@@ -548,3 +548,18 @@ def test_checkpoints_hold_buffers_in_shared_memory_and_states_of_modules(tmp_pat
     for name, tensor in checkpoint.changing(model).items():
         assert torch.equal(tensor, checkpoint.changing(other)[name]), name
     assert other[0].table is other[1].table and other[0].weights.data_ptr() == other[0].linear.weight.data_ptr()
+
+
+class Renamed(nn.Linear):
+    """A layer whose files have another name for its weight."""
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        state_dict[f"{prefix}weight"] = state_dict.pop(f"{prefix}kernel")
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+
+def test_a_model_without_states_beside_its_tensors_loads_no_empty_file(tmp_path) -> None:
+    model = Renamed(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    checkpoint.save(tmp_path, 5, model, optimizer)
+    assert checkpoint.restore(tmp_path, model, optimizer) == 5
