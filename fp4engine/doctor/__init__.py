@@ -113,7 +113,7 @@ class Diagnosis:
         return "\n".join(lines)
 
 
-def examine(devices: Sequence[str] | None = None, *, jobs: int = 1) -> Diagnosis:
+def examine(devices: Sequence[str | torch.device] | None = None, *, jobs: int = 1) -> Diagnosis:
     """Facts about this machine, and the checks on each of ``devices``.
 
     Args:
@@ -143,7 +143,7 @@ def compile_kernels(asks: "Sequence[partial[Any]]", jobs: int) -> None:
         wait([pool.submit(ask) for ask in asks])
 
 
-def devices_named(names: Sequence[str] | None) -> list[torch.device]:
+def devices_named(names: Sequence[str | torch.device] | None) -> list[torch.device]:
     """The devices of these names; of None, the CPU and every CUDA device.
 
     Raises:
@@ -153,7 +153,7 @@ def devices_named(names: Sequence[str] | None) -> list[torch.device]:
     there = {name: torch.device(name) for name in ("cpu", *(f"cuda:{index}" for index in range(count)))}
     chosen: list[torch.device] = []
     for name in there if names is None else names:
-        device = there.get("cuda:0" if name == "cuda" else name)
+        device = there.get("cuda:0" if str(name) == "cuda" else str(name))
         if device is None:
             raise ValueError(f"device must be one of {', '.join(there)}, got {name!r}")
         chosen.append(device)

@@ -76,6 +76,10 @@ def test_a_product_that_differs_in_one_bit_fails(few, monkeypatch, form: str) ->
     assert f"cpu: exact product of {form}" in failed
 
 
+def test_a_device_may_be_given_by_name_or_itself() -> None:
+    assert doctor.devices_named(["cpu", torch.device("cpu")]) == [torch.device("cpu")] * 2
+
+
 def test_a_reference_that_differs_fails(few, monkeypatch) -> None:
     encode = rounding.encode
     monkeypatch.setattr(rounding, "encode", lambda *arguments: encode(*arguments) ^ 1)
