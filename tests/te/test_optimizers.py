@@ -191,6 +191,21 @@ def test_sgd_goes_on_with_a_state_of_transformer_engines() -> None:
     assert not again[0].grad.any()
 
 
+def test_a_hook_may_name_parameters() -> None:
+    def name(optimizer, state):
+        (group,) = state["param_groups"]
+        group["params"] = ["first", "second"]
+        state["state"] = {("first", "second")[number]: of for number, of in state["state"].items()}
+
+    params = [torch.ones(2, requires_grad=True) for _ in range(2)]
+    optimizer, other = FusedAdam(params), FusedAdam(params)
+    steps(optimizer, params)
+    optimizer.register_state_dict_post_hook(name)
+    other.load_state_dict(optimizer.state_dict())
+    for param in params:
+        assert torch.equal(optimizer.state[param]["exp_avg"], other.state[param]["exp_avg"])
+
+
 def test_a_state_that_is_none_is_not_there() -> None:
     params = [torch.nn.Parameter(torch.ones(4))]
     optimizer, other = FusedAdam(params), FusedAdam(params)

@@ -309,16 +309,18 @@ class FusedAdam(ZeroGrad, torch.optim.Adam):
     def state_dict(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """As PyTorch's, with states in FP32; of masters, only the remainders where only these are stored."""
         made = super().state_dict()
-        # PyTorch numbers parameters in this order.
         params = [param for group in self.param_groups for param in group["params"]]
+        # PyTorch's numbers, or what a hook on state dicts has called parameters in their place.
+        names = [name for group in made["param_groups"] for name in group["params"]]
+        of_name = dict(zip(names, params, strict=True))
         made["state"] = {
-            number: {
+            called: {
                 name: tensor
                 if tensor.dtype == torch.int16
-                else spread_as(params[number], self.get_unscaled_state(params[number], name))
+                else spread_as(of_name[called], self.get_unscaled_state(of_name[called], name))
                 for name, tensor in states.items()
             }
-            for number, states in made["state"].items()
+            for called, states in made["state"].items()
         }
         return made
 
