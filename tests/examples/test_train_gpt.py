@@ -493,19 +493,6 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_works(
     assert losses(run, "bf16") == before
 
 
-def test_a_checkpoint_from_before_hooks_were_saved_is_read(tmp_path: Path) -> None:
-    layer = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW(layer.parameters())
-    checkpoint.save(tmp_path, 3, layer, optimizer)
-    (folder,) = checkpoint.checkpoints(tmp_path)
-    state = torch.load(folder / checkpoint.STATE, weights_only=True)
-    del state["more"]
-    torch.save(state, folder / checkpoint.STATE)
-    digests = {name: checkpoint.file_digest(folder / name) for name in (checkpoint.WEIGHTS, checkpoint.STATE)}
-    (folder / checkpoint.DIGESTS).write_text(json.dumps(digests))
-    assert checkpoint.restore(tmp_path, layer, optimizer) == 3
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
