@@ -213,7 +213,10 @@ class Quantizer:
         return ops.amax(_dense_matrix(x), *specs, rng=rng, stream=stream, backend=self.backend)
 
     def requantize(self, operand: Operand, rng: Tensor | None) -> Operand:
-        """The columnwise operand of a tensor, made from its rowwise ``operand``."""
+        """The columnwise operand of a tensor, made from its rowwise ``operand`` as layers make it.
+
+        Layers call :meth:`quantize` for that, so what a subclass does here changes none.
+        """
         # A rotation rounds to the dtype of what it rotates, so only what is not cast again may be 16 bits wide.
         dtype = operand.decoded_dtype if self.columnwise_spec is None else torch.float32
         values = operand.dequantize(dtype, self.backend)
