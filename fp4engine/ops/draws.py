@@ -192,5 +192,5 @@ def _next_forward_draw(token: Tensor, count: int, name: str, is_forward: bool) -
     return _source.take(rng.state_of(token.device, name), count)
 
 
-define(_next_draw, lambda: [Output((2,), torch.int64)], mutates_args=("state",), any_strides=True)
+define(_next_draw, lambda: [Output((2,), torch.int64)], mutates_args=("state",))
 define(_next_forward_draw, lambda: [Output((2,), torch.int64)], mutates_args=("token",))
