@@ -292,16 +292,6 @@ class CastSpec:
         return torch.float16 if self.is_exact_in_fp16 and not self.is_exact_in_bf16 else torch.bfloat16
 
     @property
-    def decoded_dtype(self) -> torch.dtype:
-        """The dtype that holds all decoded values exactly, however small: BF16, or FP32 if there is an outer scale.
-
-        8-bit elements under the smallest E8M0 scales are below BF16's range, so they decode to FP32 too.
-        """
-        is_exact = self.is_exact_in_bf16 and self.element.storage_bits == 4
-        has_factor = self.outer is not Outer.NONE or self.outer_amax is not None
-        return torch.bfloat16 if is_exact and not has_factor else torch.float32
-
-    @property
     def factor_group(self) -> int:
         """Neighbours that share an FP32 factor without which their values are exact in BF16; 0 for none.
 

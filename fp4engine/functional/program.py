@@ -205,9 +205,10 @@ def _recalled(b: Any, role: TensorType, kept: Any, dtype: torch.dtype, rng: Any)
     if quantizer.columnwise_source == "saved_original":
         values = operand.data
     else:
-        # A rotation rounds to the dtype of what it rotates, so only what is not cast again may be 16 bits wide.
-        exact = operand.decoded_dtype if quantizer.columnwise_spec is None else torch.float32
-        values = b.decode(operand, exact, quantizer.backend)
+        # A rotation rounds to the dtype of what it rotates, so what is cast again is decoded exactly. What is not is
+        # multiplied in the dtype of the activations, but FP16 may be too narrow for a rotated tensor.
+        is_rounded = quantizer.columnwise_spec is None and dtype == torch.bfloat16
+        values = b.decode(operand, dtype if is_rounded else torch.float32, quantizer.backend)
     ((_, columnwise),) = b.cast([Request(role, quantizer, values, False, True, rng)])
     return columnwise
 

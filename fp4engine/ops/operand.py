@@ -66,11 +66,6 @@ class Operand(NamedTuple):
         """Bytes of data, block scales and outer amax."""
         return sum(tensor.nbytes for tensor in self.parts)
 
-    @property
-    def decoded_dtype(self) -> torch.dtype:
-        """The dtype in which :meth:`dequantize` loses nothing, see :attr:`CastSpec.decoded_dtype`."""
-        return self.data.dtype if self.spec is None else self.spec.decoded_dtype
-
     def dequantize(self, dtype: torch.dtype = torch.float32, backend: str = "auto") -> Tensor:
         """``element * block scale * (amax / numerator)`` rounded once: [rows, cols]; as stored if rotated."""
         if self.spec is None:

@@ -217,9 +217,7 @@ class Quantizer:
 
         Layers call :meth:`quantize` for that, so what a subclass does here changes none.
         """
-        # A rotation rounds to the dtype of what it rotates, so only what is not cast again may be 16 bits wide.
-        dtype = operand.decoded_dtype if self.columnwise_spec is None else torch.float32
-        values = operand.dequantize(dtype, self.backend)
+        values = operand.dequantize(torch.float32, self.backend)  # a rotation rounds to the dtype of what it rotates
         quantized = self.quantize(values, rowwise=False, rng=rng)
         assert quantized.columnwise is not None
         return quantized.columnwise

@@ -231,7 +231,10 @@ class Linear:
             return col
         casts = self.settings.casts(role)
         saved = casts.columnwise_source == "saved_original"
-        spec, values = casts.columnwise, tensor if saved else row.dequantized(torch.float32)
+        spec, exact = casts.columnwise, torch.float32
+        if spec is None and self.x.dtype == torch.bfloat16:
+            exact = torch.bfloat16  # what is not cast again is multiplied in the activations' dtype
+        values = tensor if saved else row.dequantized(exact)
         return self.settings.side(values.T, spec, role, True, rng if spec and spec.is_stochastic else None)
 
     def _bias_gradient(self, dy: Tensor, casts: Casts) -> Tensor:

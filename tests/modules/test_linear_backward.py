@@ -10,8 +10,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import fp4engine as te
 from fp4engine import ops, reference
-from fp4engine.quantizers import make_quantizer, reference_quantizer
-from fp4engine.recipe import CustomRecipe, NVFP4BlockScaling, Recipe
+from fp4engine.quantizers import Quantizer, make_quantizer, reference_quantizer
+from fp4engine.recipe import CustomRecipe, NVFP4BlockScaling, Recipe, zoo
+from fp4engine.reference.hadamard import rotate_back
 from fp4engine.roles import QuantizerRole
 from fp4engine.tensor import Operand
 
@@ -51,6 +52,23 @@ def assert_all_equal(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
 
 
 # Arithmetic
+
+
+@pytest.mark.parametrize("row", ["nvfp4_fp_quant", "nvfp4_qat", "mxfp8_forward_high_precision_backward"])
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_what_is_not_cast_again_is_multiplied_in_the_dtype_of_the_activations(row, weight_dtype) -> None:
+    recipe = zoo.make(row)
+    layer, inp, grad = te.Linear(64, 24, dtype=weight_dtype), *case(torch.bfloat16, K=64)[1:]
+    inp = inp.requires_grad_()
+    with te.autocast(recipe=recipe), torch.autocast("cpu", torch.bfloat16):
+        layer(inp).backward(grad)
+    casts = recipe.casts("input")
+    operand = Quantizer(casts.rowwise, None).quantize(inp.detach(), columnwise=False).rowwise
+    assert operand is not None and casts.rowwise is not None
+    want = grad.float().T @ operand.dequantize(torch.bfloat16).float()
+    if casts.rowwise.rotation is not None:
+        want = rotate_back(want, casts.rowwise.rotation)
+    assert torch.equal(layer.weight.grad, want.to(weight_dtype))
 
 
 def cast(matrix: Tensor, recipe: NVFP4BlockScaling, tensor_type: str, side: str, rng: Tensor) -> Operand:
