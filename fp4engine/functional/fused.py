@@ -213,15 +213,18 @@ class Fused:
         return _operand(spec, rows, cols, values, None, amax)
 
     def in_dtype(self, operand: Placed, dtype: torch.dtype) -> Placed:
-        if operand.spec is None and operand.data.dtype != dtype:
-            raise NotCovered
-        return operand
+        return operand if operand.spec is not None else self.dense(self._converted(operand.data, dtype))
+
+    def _converted(self, matrix: Matrix, dtype: torch.dtype) -> Matrix:
+        if matrix.dtype == dtype:
+            return matrix
+        return self._on_host(lambda values: values.to(dtype), (matrix,), matrix.shape, dtype)
 
     def decode(self, operand: Placed, dtype: torch.dtype, backend: str) -> Matrix:
         spec, _, cols, data, scale_inv, amax = operand
-        if spec is None and data.dtype == dtype:
-            return data
-        if spec is None or scale_inv is None or amax is None or dtype not in KERNEL_DTYPES:
+        if spec is None:
+            return self._converted(data, dtype)
+        if scale_inv is None or amax is None or dtype not in KERNEL_DTYPES:
             raise NotCovered
         self.paths.append("dequantize/triton")
         if decode_supported(spec.key)[0]:
@@ -293,9 +296,7 @@ class Fused:
         """What kernels multiply of an operand, in ``dtype``: decoded where it is first read, to be read at once."""
         spec, rows, cols, data, scale_inv, _ = operand
         if scale_inv is None:
-            if data.dtype != dtype:
-                raise NotCovered
-            return data
+            return self._converted(data, dtype)
         width = spec.padded_cols(cols)
         if dtype != torch.bfloat16 or not decode_supported(spec.key)[0]:
             return add_block_decode(self.builder, data, scale_inv.place, None, spec, width, dtype)

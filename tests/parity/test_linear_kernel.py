@@ -146,6 +146,13 @@ def test_nvfp4_layers(kernel_device, case):
     assert_one_launch_is_many(recipe, SHAPES[shape], device=kernel_device, **options)
 
 
+@pytest.mark.parametrize("row", zoo.ZOO)
+def test_every_row_is_a_launch_in_each_direction(kernel_device, row):
+    with launches() as taken:
+        run(zoo.make(row), SHAPES["even"], device=kernel_device)
+    assert taken == ["run_forward", "run_backward"]
+
+
 def assert_compiled_is_eager(recipe, shape, device, x_grad=True, w_grad=True, dynamic=None):
     """The bytes, by the same launches: one forward and one backward."""
     results = []
