@@ -8,6 +8,7 @@ a tensor, :class:`NotCovered` says so, and :class:`~fp4engine.functional.eager.E
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -218,7 +219,7 @@ class Fused:
     def _converted(self, matrix: Matrix, dtype: torch.dtype) -> Matrix:
         if matrix.dtype == dtype:
             return matrix
-        return self._on_host(lambda values: values.to(dtype), (matrix,), matrix.shape, dtype)
+        return self._on_host(methodcaller("to", dtype), (matrix,), matrix.shape, dtype)
 
     def decode(self, operand: Placed, dtype: torch.dtype, backend: str) -> Matrix:
         spec, _, cols, data, scale_inv, amax = operand
