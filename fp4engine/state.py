@@ -91,15 +91,15 @@ def _watch() -> _Watch | None:
 class _Regions:
     """The regions of one thread.
 
-    ``state`` is the state in force. ``backward`` is the backward pass inside which the innermost region was entered, -1
-    for none. ``outer`` holds the regions to which the thread returns, each with the watch over the region inside it;
-    ``watch`` is the last one. ``delayed`` says whether a recipe that may have delayed scaling has been in force since
-    the outermost region was entered.
+    ``now`` is what is in force: the innermost region's state, and the backward pass inside which it was entered, -1 for
+    none. ``outer`` holds the same of the regions to which the thread returns, each with the watch over the region
+    inside it; ``watch`` is the last one. ``delayed`` says whether a recipe that may have delayed scaling has been in
+    force since the outermost region was entered. What compiled code writes is lists: PyTorch 2.13 loses what it writes
+    to attributes behind a hook on an intermediate tensor.
     """
 
     def __init__(self) -> None:
-        self.state: AutocastState | None = None
-        self.backward = -1
+        self.now: list[Any] = [None, -1]
         self.outer: list[tuple[AutocastState | None, int, _Watch | None]] = []
         self.watch: _Watch | None = None
         self.delayed = False
@@ -110,7 +110,7 @@ _thread = PerThread(_Regions)
 
 def current_state() -> AutocastState | None:
     """The innermost region's state on this thread; None outside every region."""
-    return _thread.held.state
+    return _thread.held.now[0]
 
 
 def in_backward() -> bool:
@@ -124,7 +124,7 @@ def is_recomputed() -> bool:
     Activation checkpointing recomputes a forward in this situation, and the forward's own region may have closed long
     ago. This function may be called by eager code and while ``torch.compile`` traces, but may not be traced itself.
     """
-    return backward_pass() not in (-1, _thread.held.backward)
+    return backward_pass() not in (-1, _thread.held.now[1])
 
 
 def region_depth() -> int:
@@ -188,8 +188,8 @@ class Region(ContextDecorator):
             for call in on_entering:
                 call(self.state.recipe)
         regions = _thread.held
-        regions.outer.append((regions.state, regions.backward, _watch()))
-        regions.state, regions.backward = self.state, _current_backward()
+        regions.outer.append((*regions.now, _watch()))
+        regions.now[:] = self.state, _current_backward()
         if self.state is not None and _may_remember(self.state.recipe) and not in_backward():
             regions.delayed = True
             begin_step()
@@ -198,10 +198,11 @@ class Region(ContextDecorator):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         regions = _thread.held
-        if not (regions.outer and regions.state is self.state) and not torch.compiler.is_dynamo_compiling():
+        if not (regions.outer and regions.now[0] is self.state) and not torch.compiler.is_dynamo_compiling():
             self._become_innermost(regions)
-        regions.state, regions.backward, watch = regions.outer.pop()
-        ends_step = regions.delayed and regions.state is None
+        state, backward, watch = regions.outer.pop()
+        regions.now[:] = state, backward
+        ends_step = regions.delayed and regions.now[0] is None
         if ends_step and not in_backward():  # a recomputation belongs to its forward's step
             regions.delayed = False
             end_step()
@@ -225,7 +226,7 @@ class Region(ContextDecorator):
             )
         state, backward, watch = outer.pop(after - 1)
         outer[after - 1] = (state, backward, outer[after - 1][2])
-        outer.append((regions.state, regions.backward, watch))
+        outer.append((*regions.now, watch))
 
 
 def _may_remember(recipe: Recipe) -> bool:

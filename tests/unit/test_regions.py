@@ -9,7 +9,7 @@ import torch
 
 import fp4engine
 from fp4engine.recipe import DelayedScaling, NVFP4BlockScaling
-from fp4engine.state import current_state
+from fp4engine.state import current_state, region_depth
 
 FIRST, SECOND = NVFP4BlockScaling(disable_rht=True), NVFP4BlockScaling(disable_2d_quantization=True)
 DELAYED = DelayedScaling(amax_history_len=4)
@@ -260,3 +260,18 @@ def test_regions_of_one_cell_of_a_notebook_leave_nothing_behind():
 
     with asyncio.Runner(loop_factory=Loop) as runner:
         runner.run(cell())
+
+
+def test_compiled_code_leaves_its_region_behind_a_hook():
+    """PyTorch 2.13 loses what compiled code writes to attributes after it has hooked a tensor that it computed."""
+    layer = fp4engine.Linear(32, 32)
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def run(x):
+        with fp4engine.autocast(recipe=FIRST):
+            y = layer(x)
+            y.register_hook(lambda grad: 2 * grad)
+        return y * 2
+
+    run(torch.randn(4, 32, requires_grad=True)).sum().backward()
+    assert current_state() is None and region_depth() == 0
