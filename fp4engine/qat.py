@@ -229,19 +229,24 @@ def _learn(model: nn.Module, groups: Mapping[str, tuple[str, ...]], learn: tuple
         assert made is not None
         operands[name] = made
     outers: dict[tuple[str, ...], nn.Parameter] = {}
+    followed: dict[Recipe, Recipe] = {}
     for name, operand in operands.items():  # all were made before the first, since siblings look at each other
         module: Any = places[name].module
         group = groups.get(name, (name,))
         scales = LearnedScales(operand, learn, outers.get(group))
         outers.setdefault(group, scales.outer)
         scales.recipe = module.recipe
-        module.recipe = CustomRecipe(qfactory=_InputsAlone(module.recipe), backward_override="dequantized")
+        own = CustomRecipe(qfactory=_InputsAlone(module.recipe), backward_override="dequantized")
+        module.recipe = followed.setdefault(module.recipe, own)
         parametrize.register_parametrization(module, "weight", scales)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _InputsAlone:
-    """``role -> quantizer`` of ``recipe``, with weights in high precision, since they decode to what is served."""
+    """``role -> quantizer`` of ``recipe``, with weights in high precision, since they decode to what is served.
+
+    It is equal to itself alone: ``recipe`` may hold the layers that follow it, and has no hash while they are copied.
+    """
 
     recipe: Recipe
 

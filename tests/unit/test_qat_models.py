@@ -180,6 +180,20 @@ def test_a_copy_does_not_share_the_amaxes_of_the_model_that_it_was_copied_from()
     assert torch.equal(average(tokens()).logits, before)
 
 
+def test_a_copy_of_a_model_that_learns_its_scales_learns_its_own() -> None:
+    """Siblings that share a scale hold each other, and a copy asked for the hash of a recipe before it had fields."""
+    model = llama()
+    qat.prepare(model, learn=("block", "outer"), keep_high_precision=["lm_head"])
+    assert len({module.recipe for module in model.modules() if isinstance(module, fp4engine.Linear)}) == 1
+    average, before = copy.deepcopy(model), model(tokens()).logits
+    assert torch.equal(average(tokens()).logits, before)
+    for group in qat.parameter_groups(average, 1e-2, scales_alone=True):
+        for scales in group["params"]:
+            scales.data.sub_(1)
+    qat.finalize(average)
+    assert torch.equal(model(tokens()).logits, before) and not torch.equal(average(tokens()).logits, before)
+
+
 @pytest.mark.parametrize("row", ["quartet2", "quartet2_cuda", "rht128_4over6_scalar"])
 def test_siblings_share_their_amax_where_a_backward_operand_is_rotated_by_fresh_signs(row) -> None:
     model = llama()
