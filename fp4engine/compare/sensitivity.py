@@ -19,6 +19,7 @@ from fp4engine.compare.results import Result, read
 from fp4engine.compare.runner import Job, Runner
 from fp4engine.compare.task import Task
 from fp4engine.inspect.search import flops_of, keeping, last_quarter, members_of, only, parts_of
+from fp4engine.modules.identity import aliases_of
 from fp4engine.names import literal
 from fp4engine.recipe import Recipe
 from fp4engine.recipe.linear import GEMM_OPERANDS
@@ -129,7 +130,7 @@ def measure(task: Task, recipe: Recipe, model: nn.Module, runner: Runner) -> Sen
     sizes = flops_of(model)
     units = units_of(sizes)
     members = members_of(list(sizes), units)
-    alone = {unit: only(names, recipe) for unit, names in members.items()}
+    alone = {unit: only(names, recipe, aliases_of(model)) for unit, names in members.items()}
     products = {gemm: keeping(recipe, pair) for gemm, pair in GEMM_OPERANDS.items()}
     products = {gemm: made for gemm, made in products.items() if made != keeping(recipe, ())}
     again = [Run("short", made, 0, AGAIN) for made in (HIGH_PRECISION, recipe)]

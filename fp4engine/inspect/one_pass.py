@@ -12,6 +12,7 @@ from fp4engine.arguments import require_callable, require_integer, shown
 from fp4engine.inspect import search, statistics
 from fp4engine.inspect.recorder import eager_stance
 from fp4engine.inspect.watch import Seen, layers_of, watching
+from fp4engine.modules.identity import aliases_of
 from fp4engine.recipe import Recipe, RuledRecipe
 from fp4engine.roles import TensorType
 from fp4engine.state import autocast, get_rng_state, set_rng_state
@@ -209,7 +210,7 @@ def one_pass(
     moved = {unit: positions / 2 * sum(sums[name][1] for name in names) for unit, names in members.items()}
     switched = search.to_switch(moved, parts, share)
     return OnePass(
-        search.without(recipe, [name for unit in switched for name in members[unit]]),
+        search.without(recipe, [name for unit in switched for name in members[unit]], aliases_of(model)),
         tuple(
             Effect(unit, moved[unit], sum(sums[name][0] for name in members[unit]), parts[unit], unit not in switched)
             for unit in sorted(members, key=lambda unit: -moved[unit])

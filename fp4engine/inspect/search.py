@@ -24,6 +24,7 @@ from fp4engine.arguments import (
 )
 from fp4engine.formats import CastSpec
 from fp4engine.inspect.watch import layers_of
+from fp4engine.modules.identity import aliases_of
 from fp4engine.names import EndOfName, covers, literal
 from fp4engine.recipe import Casts, LinearRecipe, Recipe, Rule, RuledRecipe
 from fp4engine.recipe.base import require_recipe
@@ -33,6 +34,9 @@ from fp4engine.state import get_default_recipe
 
 MakeRun = Callable[[Recipe], Sequence[float]]
 """Trains from a checkpoint under a recipe and returns the loss of each step."""
+
+Aliases = Mapping[str, tuple[str, ...]]
+"""``name of a layer -> all its names``, of those with several, which a recipe's rules have to treat alike."""
 
 HIGH_PRECISION = LinearRecipe(backward_override=None, backend="auto")
 """The recipe of a baseline: every linear layer computes as if this package were not there."""
@@ -294,7 +298,8 @@ def bisect(
     none = tolerance
     if none is None:
         none = abs(remaining) / 20 if math.isfinite(remaining) else abs(high) / 100
-    search = _Search(runs, recipe, (high, low), none)
+    aliases = aliases_of(model)
+    search = _Search(runs, recipe, aliases, (high, low), none)
     try:
         while remaining > 0 and remaining >= none:
             suspects = [name for name in names if name not in search.blamed]
@@ -305,15 +310,15 @@ def bisect(
             search.refine()
     except OutOfBudget:
         complete = False
-    remaining, advised = search.remaining(), without(recipe, search.blamed)
+    remaining, advised = search.remaining(), without(recipe, search.blamed, aliases)
     return Findings(high, low, tuple(search.culprits), remaining, advised, runs.count, complete)
 
 
 class _Search:
     """The search of :func:`bisect`, and what it has found."""
 
-    def __init__(self, runs: _Runs, recipe: Recipe, losses: tuple[float, float], none: float) -> None:
-        self._runs, self._recipe, self._none = runs, recipe, none
+    def __init__(self, runs: _Runs, recipe: Recipe, aliases: Aliases, losses: tuple[float, float], none: float) -> None:
+        self._runs, self._recipe, self._aliases, self._none = runs, recipe, aliases, none
         self._high, self._low = losses
         self.culprits: list[Culprit] = []
 
@@ -345,7 +350,9 @@ class _Search:
     def remaining(self) -> float:
         """The gap without the culprits, by the run that :meth:`round` has kept back."""
         self._runs.kept_back = 0
-        return self._gap(without(self._recipe, self.blamed)) if self.culprits else _difference(self._low, self._high)
+        if not self.culprits:
+            return _difference(self._low, self._high)
+        return self._gap(without(self._recipe, self.blamed, self._aliases))
 
     def refine(self) -> None:
         """Try each GEMM of each single culprit alone, and each operand of the GEMMs that are to blame."""
@@ -357,7 +364,7 @@ class _Search:
             for gemm, pair in GEMM_OPERANDS.items():
                 if all(_spec(self._recipe, role, side) is None for role, side in pair):
                     continue
-                gemms[gemm] = self._gap(only([name], keeping(self._recipe, pair)))
+                gemms[gemm] = self._gap(only([name], keeping(self._recipe, pair), self._aliases))
                 self.culprits[place] = Culprit(culprit.layers, culprit.gap, dict(gemms), dict(operands))
             for gemm, caused in gemms.items():
                 if caused < threshold:
@@ -366,14 +373,14 @@ class _Search:
                     if _spec(self._recipe, role, side) is None:
                         continue
                     alone = keeping(self._recipe, [(role, side)])
-                    operands[f"{gemm} {role} {side}"] = self._gap(only([name], alone))
+                    operands[f"{gemm} {role} {side}"] = self._gap(only([name], alone, self._aliases))
                     self.culprits[place] = Culprit(culprit.layers, culprit.gap, gemms, dict(operands))
 
     def _threshold(self, gap: float) -> float:
         return max(self._none, SHARE_OF_GAP * gap) if math.isfinite(gap) else self._none
 
     def _alone(self, names: Sequence[str]) -> float:
-        return self._gap(only(names, self._recipe))
+        return self._gap(only(names, self._recipe, self._aliases))
 
     def _gap(self, recipe: Recipe) -> float:
         return _difference(self._runs.score(recipe), self._high)
@@ -423,18 +430,19 @@ def sensitivity(
             f"budget={budget} does not suffice for {len(members)} units, which take {len(members) + 3} runs; "
             "raise it, or pass coarser units, such as whole blocks"
         )
-    runs = _Runs(make_run, budget)
+    runs, aliases = _Runs(make_run, budget), aliases_of(model)
+    alone = {unit: only(names, recipe, aliases) for unit, names in members.items()}
     high = runs.score(HIGH_PRECISION)
     if not math.isfinite(high):
         raise ValueError("the run in high precision diverges too, so there is no gap to rank by")
     parts = parts_of(flops, members)
-    gaps = {unit: _difference(runs.score(only(names, recipe)), high) for unit, names in members.items()}
+    gaps = {unit: _difference(runs.score(made), high) for unit, made in alone.items()}
     full = _difference(runs.score(recipe), high)
     if noise is None:
-        errors = [runs.noise(only(names, recipe), HIGH_PRECISION) for names in members.values()]
+        errors = [runs.noise(made, HIGH_PRECISION) for made in alone.values()]
         noise = max(0.0, -min(gaps.values()), statistics.median(errors))
     switched = to_switch(gaps, parts, share, noise)
-    advised = without(recipe, [name for unit in switched for name in members[unit]])
+    advised = without(recipe, [name for unit in switched for name in members[unit]], aliases)
     ranking = sorted(members, key=lambda unit: -gaps[unit])
     return Advice(
         advised,
@@ -557,12 +565,18 @@ def members_of(names: list[str], units: Sequence[str] | None) -> dict[str, list[
     return members
 
 
-def only(names: Sequence[str], recipe: Recipe) -> RuledRecipe:
-    return RuledRecipe(HIGH_PRECISION, tuple(Rule(recipe, literal(name)) for name in names))
+def only(names: Sequence[str], recipe: Recipe, aliases: Mapping[str, tuple[str, ...]] = {}) -> RuledRecipe:
+    """``recipe`` for the layers ``names``, and high precision for all others."""
+    return RuledRecipe(HIGH_PRECISION, _rules(names, recipe, aliases))
 
 
-def without(recipe: Recipe, names: Sequence[str]) -> RuledRecipe:
-    return RuledRecipe(recipe, tuple(Rule(HIGH_PRECISION, literal(name)) for name in names))
+def without(recipe: Recipe, names: Sequence[str], aliases: Mapping[str, tuple[str, ...]] = {}) -> RuledRecipe:
+    """``recipe`` for all layers but ``names``."""
+    return RuledRecipe(recipe, _rules(names, HIGH_PRECISION, aliases))
+
+
+def _rules(names: Sequence[str], recipe: Recipe, aliases: Aliases) -> tuple[Rule, ...]:
+    return tuple(Rule(recipe, literal(called)) for name in names for called in aliases.get(name, (name,)))
 
 
 def _difference(loss: float, high: float) -> float:

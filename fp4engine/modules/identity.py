@@ -324,6 +324,13 @@ def known_names(model: nn.Module) -> list[tuple[str, ...]]:
     return [*found, *(names for root in roots.values() for names in root.names_left())]
 
 
+def aliases_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """``name -> all names`` of each layer below ``model`` that is at several places of the model that was converted."""
+    layers = (module for module in model.modules() if isinstance(module, Named))
+    roots = {id(layer._identity.root): layer._identity.root for layer in layers if layer._identity is not None}
+    return {names[0]: names for root in roots.values() for names in root.names if len(names) > 1}
+
+
 def forget_root(model: nn.Module) -> None:
     """Undo :func:`identify`, but for names."""
     vars(model).pop(_ANCHOR, None)

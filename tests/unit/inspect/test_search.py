@@ -52,6 +52,28 @@ def test_layers_gemms_and_operands_are_named() -> None:
     assert "11: 0.3000 alone" in str(found)
 
 
+def test_a_layer_at_several_places_is_judged_by_all_its_names() -> None:
+    """Rules about the first of its names alone are refused when the model runs by them."""
+    shared, model = nn.Linear(32, 32), nn.ModuleDict()
+    model["0"], model["1"], model["tail"] = nn.Sequential(shared, nn.Linear(32, 32)), shared, nn.Linear(32, 32)
+    fp4engine.convert(model)
+    x = torch.randn(8, 32)
+
+    def make_run(recipe):
+        with fp4engine.autocast(recipe=recipe), torch.no_grad():
+            y = model["tail"](model["1"](model["0"](x)))
+        own = recipe.of(QuantizerRole("linear", "input", "0.0", (32, 32))).casts("input")
+        return [y.isnan().sum().item() + 1.0 + 0.5 * (own.rowwise is not None)]
+
+    found = inspect.bisect(make_run, model, RECIPE, refine=False)
+    assert [culprit.name for culprit in found.culprits] == ["0.0"] and found.remaining_gap == 0
+    assert [rule.name for rule in found.recipe.rules] == ["0.0", "1"]
+    advice = inspect.sensitivity(make_run, model, RECIPE, share=0.6)
+    assert advice.ranking[0].name == "0.0" and advice.recipe == found.recipe and advice.measured_gap == 0
+    passed = inspect.one_pass(model, lambda x: model["1"](model["0"](x)).square().mean(), [x], RECIPE, positions=8)
+    make_run(passed.recipe)
+
+
 def test_a_large_fault_does_not_hide_a_small_one() -> None:
     costs = {"1": {("input", "rowwise"): 900.0}, "5": {("input", "rowwise"): 0.5}}
     found = inspect.bisect(losses_by(costs), model_of(8), RECIPE, refine=False, tolerance=0.01)
