@@ -82,7 +82,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the estimate; 1 if it does not fit."""
-    recipe = None if arguments.recipe == "bf16" else recipe_from_argument(arguments.recipe).at(0)
+    recipe = None if arguments.recipe == "bf16" else recipe_from_argument(arguments.recipe)
+    of_step = " at step 0" if recipe is not None and len(recipe.starts) > 1 else ""
     loss = None
     family = read_config(arguments.config).get("model_type") if arguments.config else None
     if isinstance(family, str) and family not in FAMILIES:
@@ -104,8 +105,8 @@ def run(arguments: argparse.Namespace) -> int:
         result = estimate(
             model,
             loss=loss,
-            recipe=recipe,
-            name=f"{_name(arguments)} in {arguments.recipe}",
+            recipe=recipe and recipe.at(0),
+            name=f"{_name(arguments)} in {arguments.recipe}{of_step}",
             **{name: getattr(arguments, name) for name in PASSED_ON},
         )
     print(result)

@@ -175,7 +175,7 @@ def check(task: TextTask, recipes: Mapping[str, Recipe]) -> nn.Module:
                 f"--model: {lazy[0]} is lazy, and has no shape before a first forward pass; give its sizes"
             )
         try:
-            plan = task.convert(model, Run(label, recipe, 0))
+            plan = [task.convert(model, Run(label, recipe.at(step), 0)) for step in task.starts(recipe)][-1]
         except ValueError as error:
             given = "--model" if task.keep is None else "--model and --keep-high-precision"
             raise InputError(f"{given if label == 'baseline' else label}: {error}") from error

@@ -27,7 +27,7 @@ from fp4engine.compare.loop import learning_rate
 from fp4engine.compare.recorder import Run
 from fp4engine.convert import convert, convert_for_regions
 from fp4engine.positions import positions_of, require_positions
-from fp4engine.recipe import RuledRecipe
+from fp4engine.recipe import Recipe, RuledRecipe
 from fp4engine.recipe.argument import imported
 
 VALIDATION_TOKENS = 2**16
@@ -130,6 +130,10 @@ class Task:
     def phase(self, run: Run, step: int) -> Any:
         """What stands for all that a captured step must not change; another one is captured where it differs."""
         return run.recipe.at(step)
+
+    def starts(self, recipe: Recipe) -> list[int]:
+        """The steps of a run at which another recipe begins, if ``recipe`` has a schedule; 0 is the first."""
+        return [step for step in recipe.starts if step < self.steps]
 
     def compute(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
         """The loss of a model as a function of tokens, compiled if that is asked for."""

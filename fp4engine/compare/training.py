@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,7 +39,7 @@ from fp4engine.files import write_atomically
 from fp4engine.inspect.one_pass import buffers_kept
 from fp4engine.inspect.search import keeping
 from fp4engine.modules import get_amax_history, set_amax_history
-from fp4engine.recipe import Recipe, ScheduledRecipe
+from fp4engine.recipe import Recipe
 from fp4engine.state import RandomStream, autocast, get_rng_state, set_rng_state
 
 EAGER_STEPS = 3
@@ -295,15 +296,14 @@ class Training:
         Of FLOPs it is the share that is in FP4, None beside ``uncounted`` operators whose FLOPs nobody knows; of
         products of linear layers, the number that is in any format.
         """
-        phases = self.run.recipe.phases if isinstance(self.run.recipe, ScheduledRecipe) else ((0, self.run.recipe),)
-        phases = [(start, recipe) for start, recipe in phases if start < self.task.steps]  # the others never come
-        ends = [*(start for start, _ in phases[1:]), self.task.steps]
+        starts = self.task.starts(self.run.recipe)
         share, quantized = 0.0, 0
         uncounted: set[str] = set()
         checksums: list[Any] = []
-        for (start, recipe), end in zip(phases, ends, strict=True):
+        for start, end in pairwise((*starts, self.task.steps)):
+            recipe = self.run.recipe.at(start)
             with self.aside():
-                report = executed_gemms(self.model, lambda recipe=recipe: self.backward(recipe.at(0), 1))
+                report = executed_gemms(self.model, lambda recipe=recipe: self.backward(recipe, 1))
             share += report.fp4_share * (end - start) / self.task.steps
             quantized += report.counts.total() - report.high_precision_gemms
             uncounted.update(report.opaque)

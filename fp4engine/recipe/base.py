@@ -241,6 +241,11 @@ class Recipe:
         require_integer("step", step, 0)
         return self
 
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """The steps at which :meth:`at` may begin to return another recipe, in rising order; 0 is the first."""
+        return (0,)
+
     @classmethod
     def _from_plain(cls, name: str, value: Any) -> Any:
         """Undo :func:`_to_plain` for the field ``name``; recipes with nested fields extend it."""

@@ -147,6 +147,11 @@ class RuledRecipe(_RecipeOfRecipes):
         """The same rules over the recipes in force at ``step``."""
         return self.over(lambda recipe: recipe.at(step))
 
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """The steps at which the recipe of some module begins."""
+        return tuple(sorted({step for part in (self.default, *(r.recipe for r in self.rules)) for step in part.starts}))
+
     def casts(self, tensor_type: str) -> Casts:
         """Refuses, since the casts depend on the module.
 
@@ -254,6 +259,16 @@ class ScheduledRecipe(_RecipeOfRecipes):
         """
         whole = require_integer("step", step, 0)
         return next(recipe for start, recipe in reversed(self.phases) if start <= whole).at(whole)
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """The steps at which phases begin, and the schedules that are phases change."""
+        ends = *(start for start, _ in self.phases[1:]), math.inf
+        return tuple(
+            step
+            for (start, recipe), end in zip(self.phases, ends, strict=True)
+            for step in (start, *(inner for inner in recipe.starts if start < inner < end))
+        )
 
     def of(self, role: QuantizerRole) -> Recipe:
         """Refuses: a schedule has no recipe without a step.

@@ -18,7 +18,7 @@ import tqdm
 import fp4engine
 from fp4engine import estimate, inspect
 from fp4engine.cli import COMMANDS, main
-from fp4engine.recipe import Rule, RuledRecipe, recipe_from_json, zoo
+from fp4engine.recipe import LinearRecipe, Rule, RuledRecipe, ScheduledRecipe, recipe_from_json, zoo
 
 
 def test_every_command_says_what_it_does(capsys) -> None:
@@ -150,6 +150,15 @@ def sized(**sizes: Any) -> list[str]:
     """The words that estimate a decoder of these sizes, and of small ones for the rest."""
     sizes = {"layers": 2, "width": 64, "heads": 1, "ffn": 64, "vocabulary": 96} | sizes
     return ["estimate", *(word for name, value in sizes.items() for word in (f"--{name}", str(value)))]
+
+
+def test_an_estimate_by_a_schedule_says_of_which_step_it_is(tmp_path, capsys) -> None:
+    file = tmp_path / "mine.json"
+    for recipe, told in ((ScheduledRecipe(((0, LinearRecipe()), (9, zoo.make("nvfp4")))), "mine.json at step 0, "),
+                         (RuledRecipe(zoo.make("nvfp4")), "mine.json, ")):  # fmt: skip
+        file.write_text(recipe.to_json())
+        assert main([*sized(), "--recipe", str(file)]) == 0
+        assert told in capsys.readouterr().out.splitlines()[0]
 
 
 BAD = {

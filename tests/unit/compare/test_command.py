@@ -31,7 +31,7 @@ from fp4engine.compare.runner import Runner
 from fp4engine.compare.task import TextTask, source_of
 from fp4engine.compare.training import Places, Training
 from fp4engine.estimate import Estimate
-from fp4engine.recipe import Rule, RuledRecipe, zoo
+from fp4engine.recipe import Rule, RuledRecipe, ScheduledRecipe, zoo
 from tests.tiny import CONFIGURATIONS
 from tests.tiny_task import InThisProcess, trained
 
@@ -481,6 +481,16 @@ def test_a_model_without_a_known_output_layer_is_told_so(folder: Path, capsys) -
     for words, told in (((), False), (("--model=my_model.py:named_otherwise",), True)):
         check(task_of(parsed(*words), folder / "out"), {})
         assert ("recipes reach all layers; --keep-high-precision" in capsys.readouterr().err) == told
+
+
+def test_rules_of_a_later_phase_are_checked_before_anything_is_spent(folder: Path) -> None:
+    """Rules that matched nothing ended a run at the step at which their phase began."""
+    task = task_of(parsed(), folder / "out")
+    for step, meets in ((task.steps - 1, pytest.raises(InputError, match="late: rules that match no module: ")),
+                        (task.steps, nullcontext())):  # fmt: skip
+        rules = RuledRecipe(zoo.make("nvfp4"), (Rule(HIGH_PRECISION, "absent"),))
+        with meets:
+            check(task, {"late": ScheduledRecipe(((0, HIGH_PRECISION), (step, rules)))})
 
 
 def parsed(*words: str) -> argparse.Namespace:

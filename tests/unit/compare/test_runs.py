@@ -20,7 +20,16 @@ from fp4engine.compare import HIGH_PRECISION, InputError, Recorder, Run, checkpo
 from fp4engine.compare.comparison import compare
 from fp4engine.compare.files import read_rows
 from fp4engine.compare.training import Places, Training, gradient_noise, train
-from fp4engine.recipe import Casts, CustomRecipe, LinearRecipe, NVFP4BlockScaling, ScheduledRecipe, zoo
+from fp4engine.recipe import (
+    Casts,
+    CustomRecipe,
+    LinearRecipe,
+    NVFP4BlockScaling,
+    Rule,
+    RuledRecipe,
+    ScheduledRecipe,
+    zoo,
+)
 from fp4engine.recipe.argument import imported
 from fp4engine.recipe.base import Recipe
 from fp4engine.recipe.identity import _plain, digest, identity
@@ -186,6 +195,15 @@ def test_what_comes_after_the_last_step_is_no_part_of_a_run(starts: tuple[int, i
     whole = Training(TASK, Run("nvfp4", NVFP4, 0)).examine()
     assert examined["fp4_share"] == pytest.approx(share * whole["fp4_share"])
     assert (examined["quantized_gemms"] == 0) == (share == 0)
+
+
+def test_a_schedule_below_rules_counts_in_every_phase() -> None:
+    """It counted as its first phase, so that a run that began in high precision was said to have quantized nothing."""
+    late = RuledRecipe(ScheduledRecipe(((0, HIGH_PRECISION), (2, NVFP4))), (Rule(HIGH_PRECISION, "blocks.0"),))
+    examined = Training(TASK, Run("late", late, 0)).examine()
+    whole = Training(TASK, Run("from the beginning", late.at(2), 0)).examine()
+    assert 0 < examined["fp4_share"] == pytest.approx(2 / 3 * whole["fp4_share"])
+    assert examined["quantized_gemms"] == whole["quantized_gemms"]
 
 
 def test_a_share_of_flops_that_nobody_counts_is_not_said(tmp_path, monkeypatch) -> None:

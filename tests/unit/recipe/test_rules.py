@@ -175,6 +175,13 @@ def test_schedules_and_rules_compose() -> None:
     assert recipe_from_json(mixed.to_json()) == mixed
 
 
+def test_the_steps_at_which_a_recipe_changes() -> None:
+    inner = ScheduledRecipe(((0, HIGH), (5, NVFP4), (12, HIGH)))
+    schedule = ScheduledRecipe(((0, NVFP4), (3, inner), (10, HIGH)))
+    mixed = RuledRecipe(schedule, (Rule(ScheduledRecipe(((0, HIGH), (4, NVFP4))), "head"),))
+    assert [recipe.starts for recipe in (NVFP4, schedule, mixed)] == [(0,), (0, 3, 5, 10), (0, 3, 4, 5, 10)]
+
+
 def test_a_schedule_without_a_step_says_what_to_do() -> None:
     schedule = ScheduledRecipe(((0, NVFP4),))
     with (
