@@ -202,15 +202,24 @@ def _recalled(b: Any, role: TensorType, kept: Any, dtype: torch.dtype, rng: Any)
         return operand
     if plan.backward_override is not None:
         return b.dense(b.transposed(b.decode(operand, dtype, plan.backend)))
-    if quantizer.columnwise_source == "saved_original":
-        values = operand.data
-    else:
-        # A rotation rounds to the dtype of what it rotates, so what is cast again is decoded exactly. What is not is
-        # multiplied in the dtype of the activations, but FP16 may be too narrow for a rotated tensor.
-        is_rounded = quantizer.columnwise_spec is None and dtype == torch.bfloat16
-        values = b.decode(operand, dtype if is_rounded else torch.float32, quantizer.backend)
+    is_saved = quantizer.columnwise_source == "saved_original"
+    values = operand.data if is_saved else values_of(b, quantizer, operand, dtype)
     ((_, columnwise),) = b.cast([Request(role, quantizer, values, False, True, rng)])
     return columnwise
+
+
+def values_of(b: Any, quantizer: Quantizer, operand: Any, dtype: torch.dtype) -> Any:
+    """The matrix of which backward makes the columnwise operand of a tensor, from the rowwise one.
+
+    Args:
+        dtype: of the activations.
+    """
+    if quantizer.columnwise_spec is not None:  # a rotation rounds to the dtype of what it rotates
+        return b.decode(operand, torch.float32, quantizer.backend)
+    if operand.spec is None:
+        return operand.data
+    # What is not cast again is multiplied in the dtype of BF16 activations; FP16 may be too narrow for rotated values.
+    return b.decode(operand, dtype if dtype == torch.bfloat16 else torch.float32, quantizer.backend)
 
 
 def _gradient(

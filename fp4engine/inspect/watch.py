@@ -19,7 +19,7 @@ from fp4engine import ops
 from fp4engine.formats import CastSpec
 from fp4engine.functional import LinearPlan
 from fp4engine.functional.eager import Eager
-from fp4engine.functional.program import Request
+from fp4engine.functional.program import Request, values_of
 from fp4engine.functional.shards import Shards, Wholes
 from fp4engine.modules import Gemms
 from fp4engine.modules.gemms import require_layers
@@ -358,9 +358,9 @@ def _see_backward(watched: _Watched, grads: Sequence[Tensor | None]) -> None:
     row, col = _see(plan, "grad_output", matrix, drawn, spread, rowwise=needs_dgrad, columnwise=needs_wgrad)
     products: list[tuple[str, tuple[Seen, Seen]]] = []
     if row is not None:
-        products.append(("dgrad", (row, _columnwise("weight", forward, drawn))))
+        products.append(("dgrad", (row, _columnwise("weight", forward, drawn, grad.dtype))))
     if col is not None:
-        products.append(("wgrad", (col, _columnwise("input", forward, drawn))))
+        products.append(("wgrad", (col, _columnwise("input", forward, drawn, grad.dtype))))
     if forward.is_empty:
         return None
     known = list(forward.kept.values())
@@ -376,10 +376,15 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _columnwise(role: TensorType, forward: _Forward, drawn: Tensor | None) -> Seen:
-    """The columnwise operand of input or weight: the one of the forward pass, or made now."""
+def _columnwise(role: TensorType, forward: _Forward, drawn: Tensor | None, dtype: torch.dtype) -> Seen:
+    """The columnwise operand of input or weight: the one of the forward pass, or made now.
+
+    Args:
+        dtype: of the activations.
+    """
     kept, matrix, plan = forward.kept.get(role), forward.matrices[role], forward.plan
     quantizer: Quantizer = getattr(plan, role)
+    b = Eager(plan, matrix.device)
     if kept is not None and kept.is_columnwise:
         return kept
     if quantizer.columnwise_source == "original":
@@ -387,10 +392,10 @@ def _columnwise(role: TensorType, forward: _Forward, drawn: Tensor | None) -> Se
     elif quantizer.columnwise_source == "rowwise_dequantized":
         assert kept is not None
         operand = kept.operand if kept.spec is not None else Operand.dense(matrix)
-        matrix = operand.dequantize(torch.float32)
+        matrix = values_of(b, quantizer, operand, dtype)
     _, seen = _see(plan, role, matrix, drawn, forward.spread, rowwise=False)
     assert seen is not None
-    return seen
+    return replace(seen, operand=b.in_dtype(seen.operand, dtype)) if role == "weight" else seen
 
 
 def _see(

@@ -7,7 +7,7 @@ names. The casts below are values, so a new row is usually one of them with a fi
 rules follow a model's names, are the functions at the end.
 
 Two roundings are the same in every row, whatever its source does: a rotated operand is rounded to the dtype of the
-tensor (numerics, "Random Hadamard transform"), and an operand of dequantized values is made of them in FP32.
+tensor (numerics, "Random Hadamard transform"), and what casts dequantized values once more takes them in FP32.
 """
 
 from collections.abc import Callable

@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 import fp4engine as te
 from fp4engine import ops, reference
 from fp4engine.quantizers import Quantizer, make_quantizer, reference_quantizer
-from fp4engine.recipe import CustomRecipe, NVFP4BlockScaling, Recipe, zoo
+from fp4engine.recipe import CustomRecipe, NVFP4BlockScaling, Recipe, combine, zoo
 from fp4engine.reference.hadamard import rotate_back
 from fp4engine.roles import QuantizerRole
 from fp4engine.tensor import Operand
@@ -69,6 +69,14 @@ def test_what_is_not_cast_again_is_multiplied_in_the_dtype_of_the_activations(ro
     if casts.rowwise.rotation is not None:
         want = rotate_back(want, casts.rowwise.rotation)
     assert torch.equal(layer.weight.grad, want.to(weight_dtype))
+
+
+def test_an_input_that_is_never_quantized_keeps_its_dtype() -> None:
+    recipe = combine(zoo.make("nvfp4_weight_only"), zoo.make("nvfp4_qat"))
+    layer, inp, grad = case(torch.float64)
+    with te.autocast(recipe=recipe):
+        layer(inp).backward(grad)
+    assert torch.equal(layer.weight.grad, torch.nn.functional.linear(grad.T, inp.detach().T))
 
 
 def cast(matrix: Tensor, recipe: NVFP4BlockScaling, tensor_type: str, side: str, rng: Tensor) -> Operand:
