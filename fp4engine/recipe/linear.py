@@ -129,7 +129,7 @@ class HeldScaling(LinearRecipe):
         hold: optimizer steps.
 
     Raises:
-        ValueError: ``hold`` is no integer of at least 1; or a tensor that is cast on one side alone, a cast that has
+        ValueError: ``hold`` is no integer from 1 to 2^62; or a tensor that is cast on one side alone, a cast that has
             other block scales, no outer scale per tensor, a rotation or a correction, or is made of another one.
 
     Source: arXiv 2609.02846; ue5m3-fp4 815651b.
@@ -140,7 +140,7 @@ class HeldScaling(LinearRecipe):
     hold: int = 50
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "hold", require_integer("hold", self.hold, 1))
+        object.__setattr__(self, "hold", require_integer("hold", self.hold, 1, 1 << 62))  # counts are int64
         super().__post_init__()
         for role in TENSOR_TYPES:
             if wrong := _unheld(role, self.casts(role)):

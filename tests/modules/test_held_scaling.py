@@ -310,6 +310,7 @@ def test_the_recipe_is_data_and_others_print_as_before() -> None:
     ("change", "said"),
     [
         ({"hold": 0}, "hold must be"),
+        ({"hold": 2**63 - 1}, "hold must be an integer from 1 to 4,6"),
         ({"input": zoo.make("nvfp4_cta_local").weight}, "HeldScaling needs scale=ue5m3 and outer=tensor"),
         ({"weight": zoo.make("amdfp4").weight}, "HeldScaling needs scale=ue5m3 and outer=tensor"),
         ({"input": Casts(CAST, CAST, "rowwise_dequantized")}, "columnwise_source='original'"),
