@@ -141,8 +141,11 @@ def _other_layout(model: nn.Module, source: str, how: str) -> NotImplementedErro
 
 
 def _piece(name: str, source: str, shape: tuple[int, ...], first: int, count: int) -> Piece | None:
-    """``count`` rows from number ``first`` of ``source``; None if they are of several experts, but not of all."""
-    if count == torch.Size(shape[: 2 if len(shape) > 2 else 1]).numel():
+    """``count`` rows from number ``first`` of ``source``; None if others follow, or they are of a few experts only."""
+    rows = torch.Size(shape[: 2 if len(shape) > 2 else 1]).numel()
+    if first + count > rows:
+        return None
+    if count == rows:
         return Piece(name, source, shape)
     if len(shape) < 3:
         return Piece(name, source, (count, *shape[1:]), None, (first, first + count))

@@ -181,6 +181,21 @@ def test_a_layout_that_is_no_rows_is_refused_by_name(monkeypatch) -> None:
         with pytest.raises(NotImplementedError, match=r"'renamed\.model\.embed_tokens\.weight' in checkpoints"):
             ModelState(model, None)
 
+    def joined(_, tensors):  # NomicBert's: codes of q_proj were written, and memory that held none in the other rows
+        return {
+            name.replace("q_proj", "Wqkv"): torch.cat([tensors[name.replace("q_p", f"{part}_p")] for part in "qkv"])
+            if "q_proj" in name
+            else tensor
+            for name, tensor in tensors.items()
+            if "k_proj" not in name and "v_proj" not in name
+        }
+
+    monkeypatch.setattr(checkpoint_names, "_as_written", joined)
+    with pytest.raises(
+        NotImplementedError, match=r"q_proj\.weight' of .* is written as '.*Wqkv\.weight' in checkpoints"
+    ):
+        ModelState(model, None)
+
     def renamed(_, tensors):
         return {f"renamed.{name}": tensor for name, tensor in tensors.items()}
 
