@@ -18,7 +18,7 @@ import fp4engine
 from fp4engine import qat
 from fp4engine.export import SHARED_SCALES, ServedCheckpoint, TensorFolder, export_checkpoint
 from fp4engine.recipe import NVFP4BlockScaling, Rule, RuledRecipe, zoo
-from tests.tiny import CONFIGURATIONS, architecture, head, llama, tokens, transformers
+from tests.tiny import CONFIGURATIONS, MORE_CONFIGURATIONS, architecture, head, llama, tokens, transformers
 
 import fp4engine.integrations.transformers  # isort: skip (after the skip)
 
@@ -246,6 +246,15 @@ def test_a_model_is_loaded_without_its_head_and_with_one(tmp_path, name) -> None
         for loaded in (body, again.base_model):
             assert any(isinstance(parameter, fp4engine.QuantizedWeight) for parameter in loaded.parameters())
             assert torch.equal(loaded(tokens()).last_hidden_state, expected)
+
+
+def test_of_a_model_with_a_head_the_head_alone_may_be_stored(tmp_path) -> None:
+    """It was looked for below the model's body, as if the file held a body alone."""
+    model = transformers.BertForMaskedLM(MORE_CONFIGURATIONS["bert"]()).eval()
+    fp4engine.convert(model, RECIPE, keep_high_precision=["bert", "cls.predictions.decoder"])
+    fp4engine.quantize_weights(model)
+    model.save_pretrained(tmp_path)
+    assert_same(model, transformers.BertForMaskedLM.from_pretrained(tmp_path).eval())
 
 
 def test_siblings_keep_the_amax_that_they_share(tmp_path) -> None:
