@@ -24,7 +24,7 @@ from fp4engine.export.serving_format import MODELOPT
 from fp4engine.export.state import ModelState
 from fp4engine.modules.shared_amax import SHARED_SCALES
 from fp4engine.positions import positions_of, require_positions
-from fp4engine.recipe import recipe_from_argument
+from fp4engine.recipe import Recipe, recipe_from_argument
 
 
 def main(args: argparse.Namespace) -> int:
@@ -53,7 +53,7 @@ def main(args: argparse.Namespace) -> int:
         print(recode_checkpoint(args.source, args.directory, max_shard_size=size))
         return 0
     model = _empty_model(args.source, len(tensors))
-    convert(model, recipe_from_argument(args.recipe), keep_high_precision=_kept(model, args.keep_high_precision))
+    convert(model, _recipe(args.recipe), keep_high_precision=_kept(model, args.keep_high_precision))
     report = export_checkpoint(
         model,
         args.directory,
@@ -83,7 +83,7 @@ def compare(args: argparse.Namespace) -> int:
     if args.max_kl is not None and not 0 <= args.max_kl < float("inf"):
         raise ValueError(f"--max-kl must be a finite number of at least 0, got {args.max_kl}")
     weights = TensorFolder(args.trained)
-    recipe, empty = recipe_from_argument(args.recipe), _empty_model(args.trained, len(weights))
+    recipe, empty = _recipe(args.recipe), _empty_model(args.trained, len(weights))
     state = ModelState(empty, weights)  # refuses what lacks one, which transformers would draw at random
     for name in state.names:
         state[name]  # refuses one of another shape
@@ -195,6 +195,21 @@ def _json(path: str, argument: str, words: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON: {error}") from error
+
+
+def _recipe(argument: str) -> Recipe:
+    """The recipe that ``--recipe`` names.
+
+    Raises:
+        ValueError: as :func:`recipe_from_argument`; it is another one at another step.
+    """
+    recipe = recipe_from_argument(argument)
+    if len(recipe.starts) > 1:
+        raise ValueError(
+            "--recipe must be the recipe of one step, which recipe.at(step).to_json() writes, got a schedule, "
+            f"{argument!r}, that changes at step {recipe.starts[1]}"
+        )
+    return recipe
 
 
 def _inputs(value: str | None) -> Any:

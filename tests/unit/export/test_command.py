@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 import fp4engine
 from fp4engine import cli
 from fp4engine.export import ServedCheckpoint, TensorFolder, calibrate, export_checkpoint, writer
-from fp4engine.recipe import NVFP4BlockScaling
+from fp4engine.recipe import LinearRecipe, NVFP4BlockScaling, RuledRecipe, ScheduledRecipe
 from tests.tiny import head, llama, served_architecture
 
 
@@ -208,6 +208,15 @@ def test_files_alone_and_logits_too_are_not_asked_for_at_once(tmp_path, source, 
     assert run(tmp_path / "trained", tmp_path / "served", "--inputs", "dynamic", "--verify", "--verify-files") == 2
     assert "--verify-files: not allowed with argument --verify" in capsys.readouterr().err
     assert not (tmp_path / "served").exists()
+
+
+def test_a_schedule_is_refused_by_the_name_of_its_argument(tmp_path, source, capsys) -> None:
+    """An error named autocast, which the command has not."""
+    late = ScheduledRecipe(((0, LinearRecipe()), (5, NVFP4BlockScaling())))
+    (tmp_path / "late.json").write_text(RuledRecipe(late).to_json())
+    assert run(tmp_path / "trained", tmp_path / "out", "--inputs", "dynamic", "--recipe", tmp_path / "late.json") == 2
+    said = capsys.readouterr().err
+    assert "--recipe must be the recipe of one step" in said and "late.json', that changes at step 5" in said
 
 
 def test_a_recipe_nested_without_end_is_refused(tmp_path, source, capsys) -> None:
