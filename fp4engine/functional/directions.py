@@ -17,7 +17,7 @@ from fp4engine.constants import ALIGNMENT, MOST_QUESTIONS
 from fp4engine.functional.call import Call
 from fp4engine.functional.fused import Fused, NotCovered, Question, Setting, contiguous, matrix_at
 from fp4engine.functional.program import CastWeight, Dtypes, LaterProduct, Needs, Request, accumulate, backward, forward
-from fp4engine.functional.record import Layout, Slot, replaced, restored, saved
+from fp4engine.functional.record import Layout, Slot, leaves, replaced, restored, saved
 from fp4engine.functional.shards import shared_amaxes
 from fp4engine.kernels.amax_history import Past
 from fp4engine.kernels.launch import Launch, Matrix, Place, TensorMeta
@@ -197,7 +197,9 @@ def run_backward(
     grad_input = next(results) if needs.dgrad else None
     grad_weight: Any = None
     if needs.wgrad and later:
-        grad_weight = partial(_accumulate, call, direction.layout, [*left, *kept])
+        pool = [*left, *kept, grad_output]
+        reads_gradient = any(slot.tensor == len(pool) - 1 for slot in leaves(direction.layout.slots))
+        grad_weight = partial(_accumulate, call, direction.layout, pool if reads_gradient else pool[:-1])
     elif needs.wgrad and out is None:
         grad_weight = next(results)
     return grad_input, grad_weight, next(results) if needs.bgrad else None
@@ -339,7 +341,7 @@ def _resolve_backward(
     """The launch of a backward pass; None where kernels do not cover it.
 
     What it saves, where wgrad is computed ``later``, is a :class:`LaterProduct` and where the weight's cast did not
-    saturate; their slots are among what it leaves, followed by what the forward kept.
+    saturate; their slots are among what it leaves, followed by what the forward kept and by the gradient of the output.
     """
     b = Fused(asked)
     grad_output, kept = b.input(0), replaced(layout.slots, _reader(b, 1))
@@ -413,9 +415,10 @@ def _direction(b: Fused, results: list[Place], record: Any, apart: bool = False)
     def slot(matrix: Matrix) -> Slot:
         place = matrix.place
         if place in slots:
-            return slots[place]
+            return slots[place]._replace(turned=matrix.turned)
         whole = b.builder.whole(place)
-        index = first + whole.position - 1 if apart else order[whole]  # the first input of a backward pass is not kept
+        # The first input of a backward pass, the gradient, comes last.
+        index = first + (whole.position or 1 + b.asked.names.count("kept")) - 1 if apart else order[whole]
         if whole != place:
             return Slot(index, b.builder.start(place), matrix.shape, matrix.dtype)
         return Slot(index, turned=matrix.turned)

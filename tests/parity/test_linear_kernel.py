@@ -30,6 +30,7 @@ from fp4engine.recipe import (
     NVFP4BlockScaling,
     zoo,
 )
+from fp4engine.te.pytorch import Linear as TELinear
 from tests.products import one_by_one
 
 RECIPES = {
@@ -640,3 +641,29 @@ def test_a_cached_weight_and_a_gradient_that_is_added_take_a_launch_too(kernel_d
         layer(x, is_first_microbatch=True).sum().backward()
     assert taken == ["run_forward", "run_backward"] * 2
     assert layer.weight.main_grad.any() and layer.weight.grad.any()
+
+
+LATER = {
+    **{name: zoo.make(name) for name in ("nvfp4", "nvfp4_weight_only", "nvfp4_qat", "mxfp4_quest")},
+    **{word: NVFP4BlockScaling(backward_override=word) for word in ("high_precision", "dequantized")},
+}
+
+
+@pytest.mark.parametrize("features", [32, 64])
+@pytest.mark.parametrize("recipe", LATER.values(), ids=LATER)
+def test_a_gradient_that_is_added_later_is_the_one_that_is_added_at_once(kernel_device, recipe, features):
+    added = []
+    for later in (False, True):
+        torch.manual_seed(0)
+        fp4engine.manual_seed(0)
+        options = {"fuse_wgrad_accumulation": True, "delay_wgrad_compute": later, "device": kernel_device}
+        layer = TELinear(32, features, bias=False, **options)
+        layer.weight.main_grad = torch.zeros(features, 32, device=kernel_device)
+        x = torch.randn(32, 32, device=kernel_device, requires_grad=True)
+        with launches() as taken, fp4engine.autocast(recipe=recipe):
+            layer(x).backward(torch.randn(32, features, device=kernel_device))
+        if later:
+            layer.backward_dw()
+        assert taken == ["run_forward", "run_backward"]
+        added.append(layer.weight.main_grad)
+    assert added[0].any() and torch.equal(*added)
