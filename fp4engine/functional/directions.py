@@ -17,7 +17,7 @@ from fp4engine.constants import ALIGNMENT, MOST_QUESTIONS
 from fp4engine.functional.call import Call
 from fp4engine.functional.fused import Fused, NotCovered, Question, Setting, contiguous, matrix_at
 from fp4engine.functional.program import CastWeight, Dtypes, LaterProduct, Needs, Request, accumulate, backward, forward
-from fp4engine.functional.record import Layout, Slot, leaves, replaced, restored, saved
+from fp4engine.functional.record import Layout, Slot, replaced, restored, saved
 from fp4engine.functional.shards import shared_amaxes
 from fp4engine.kernels.amax_history import Past
 from fp4engine.kernels.launch import Launch, Matrix, Place, TensorMeta
@@ -197,9 +197,7 @@ def run_backward(
     grad_input = next(results) if needs.dgrad else None
     grad_weight: Any = None
     if needs.wgrad and later:
-        pool = [*left, *kept, grad_output]
-        reads_gradient = any(slot.tensor == len(pool) - 1 for slot in leaves(direction.layout.slots))
-        grad_weight = partial(_accumulate, call, direction.layout, pool if reads_gradient else pool[:-1])
+        grad_weight = partial(_accumulate, call, direction.layout, left)
     elif needs.wgrad and out is None:
         grad_weight = next(results)
     return grad_input, grad_weight, next(results) if needs.bgrad else None
@@ -341,7 +339,7 @@ def _resolve_backward(
     """The launch of a backward pass; None where kernels do not cover it.
 
     What it saves, where wgrad is computed ``later``, is a :class:`LaterProduct` and where the weight's cast did not
-    saturate; their slots are among what it leaves, followed by what the forward kept and by the gradient of the output.
+    saturate.
     """
     b = Fused(asked)
     grad_output, kept = b.input(0), replaced(layout.slots, _reader(b, 1))
@@ -386,8 +384,7 @@ def _direction(b: Fused, results: list[Place], record: Any, apart: bool = False)
     """A launch that returns ``results``, and saves what ``record`` has.
 
     Args:
-        apart: whether what is saved are tensors of their own, and not parts of one; slots of inputs are then those that
-            ``layout`` of a backward pass has.
+        apart: whether what is saved are tensors of their own, and not parts of one.
     """
     inputs = len(b.builder.inputs)
     tensors: dict[Place, None] = {}
@@ -417,13 +414,11 @@ def _direction(b: Fused, results: list[Place], record: Any, apart: bool = False)
         if place in slots:
             return slots[place]._replace(turned=matrix.turned)
         whole = b.builder.whole(place)
-        # The first input of a backward pass, the gradient, comes last.
-        index = first + (whole.position or 1 + b.asked.names.count("kept")) - 1 if apart else order[whole]
         if whole != place:
-            return Slot(index, b.builder.start(place), matrix.shape, matrix.dtype)
-        return Slot(index, turned=matrix.turned)
+            return Slot(order[whole], b.builder.start(place), matrix.shape, matrix.dtype)
+        return Slot(order[whole], turned=matrix.turned)
 
     layout = Layout(replaced(record, slot))
-    positions = () if apart else tuple(place.position for place in read)
+    positions = tuple(place.position for place in read)
     draws = "state" in b.places and not b.asked.setting.replays
     return Direction(launch, tuple(b.paths), draws, len(results), layout, positions)

@@ -644,7 +644,7 @@ def test_a_cached_weight_and_a_gradient_that_is_added_take_a_launch_too(kernel_d
 
 
 LATER = {
-    **{name: zoo.make(name) for name in ("nvfp4", "nvfp4_weight_only", "nvfp4_qat", "mxfp4_quest")},
+    **{name: zoo.make(name) for name in ("nvfp4", "nvfp4_weight_only", "nvfp4_qat", "mxfp4_quest", "ue5m3_held")},
     **{word: NVFP4BlockScaling(backward_override=word) for word in ("high_precision", "dequantized")},
 }
 
