@@ -209,7 +209,7 @@ def _recipe(argument: str) -> Recipe:
             "--recipe must be the recipe of one step, which recipe.at(step).to_json() writes, got a schedule, "
             f"{argument!r}, that changes at step {recipe.starts[1]}"
         )
-    return recipe
+    return recipe.at(0)
 
 
 def _inputs(value: str | None) -> Any:

@@ -217,6 +217,8 @@ def test_a_schedule_is_refused_by_the_name_of_its_argument(tmp_path, source, cap
     assert run(tmp_path / "trained", tmp_path / "out", "--inputs", "dynamic", "--recipe", tmp_path / "late.json") == 2
     said = capsys.readouterr().err
     assert "--recipe must be the recipe of one step" in said and "late.json', that changes at step 5" in said
+    (tmp_path / "one.json").write_text(ScheduledRecipe(((0, NVFP4BlockScaling()),)).to_json())  # one for all steps
+    assert run(tmp_path / "trained", tmp_path / "out", "--inputs", "dynamic", "--recipe", tmp_path / "one.json") == 0
 
 
 def test_a_recipe_nested_without_end_is_refused(tmp_path, source, capsys) -> None:
