@@ -209,7 +209,8 @@ def _names_in(model: Any, names: Iterable[str]) -> dict[str, str]:
     prefix = f"{model.base_model_prefix}."
     below = [name for name in names if name.startswith(prefix)]
     own = {name for name, _ in model.named_modules()}
-    if not model.base_model_prefix or not own.isdisjoint(names):
+    is_alike = bool(below) == hasattr(model, model.base_model_prefix)
+    if not model.base_model_prefix or is_alike or not own.isdisjoint(names):
         return {name: name for name in names}
     if below:
         return {name: name.removeprefix(prefix) for name in below}

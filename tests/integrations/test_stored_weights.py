@@ -255,6 +255,8 @@ def test_of_a_model_with_a_head_the_head_alone_may_be_stored(tmp_path) -> None:
     fp4engine.quantize_weights(model)
     model.save_pretrained(tmp_path)
     assert_same(model, transformers.BertForMaskedLM.from_pretrained(tmp_path).eval())
+    with pytest.raises(ValueError, match=r"config\.json says that 'cls\.predictions\.transform\.dense' is stored"):
+        transformers.BertModel.from_pretrained(tmp_path)
 
 
 def test_siblings_keep_the_amax_that_they_share(tmp_path) -> None:
