@@ -142,5 +142,8 @@ def emulated(capability: int) -> Iterator[None]:
             if hasattr(module, "capability_of"):
                 patch.setattr(module, "capability_of", lambda device: divmod(capability, 10))
         forget()
-        yield
-    forget()
+        try:
+            yield
+        finally:
+            patch.undo()
+            forget()

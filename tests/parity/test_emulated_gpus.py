@@ -3,6 +3,8 @@
 ``make emulate`` runs all tests of several files so, for one GPU at a time.
 """
 
+from concurrent.futures import Future, ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -173,6 +175,15 @@ def test_a_step_of_a_layer(capability, monkeypatch):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+class AtOnce(ThreadPoolExecutor):
+    """Runs what it is given in the calling thread: not every Python can parse in several."""
+
+    def submit(self, fn, *arguments, **options):
+        done = Future()
+        done.set_result(fn(*arguments, **options))
+        return done
+
+
 def test_the_backward_that_follows_is_compiled_beside_the_forward(monkeypatch):
     """What it compiles without tensors is what a backward pass starts."""
     compiled, works = [], []
@@ -182,6 +193,7 @@ def test_the_backward_that_follows_is_compiled_beside_the_forward(monkeypatch):
     )
     monkeypatch.setattr(Launch, "beside", lambda self, work: works.append(work))
     monkeypatch.setattr(compiling, "PARSES_IN_THREADS", True)
+    monkeypatch.setattr(compiling, "ThreadPoolExecutor", AtOnce)
     with emulated(86):
         layer, inp = fp4engine.Linear(48, 32, dtype=BF16), torch.randn(2, 16, 48, dtype=BF16, requires_grad=True)
         with fp4engine.autocast(recipe=Float8CurrentScaling()):
