@@ -213,7 +213,7 @@ class Quantizer:
         return ops.amax(_dense_matrix(x), *specs, rng=rng, stream=stream, backend=self.backend)
 
     def requantize(self, operand: Operand, rng: Tensor | None) -> Operand:
-        """The columnwise operand of a tensor, made from its rowwise ``operand`` as layers make it.
+        """The columnwise operand of a tensor, cast from the FP32 values of its rowwise ``operand`` as layers cast it.
 
         Layers call :meth:`quantize` for that, so what a subclass does here changes none.
         """
