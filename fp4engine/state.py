@@ -202,7 +202,7 @@ class Region(ContextDecorator):
             self._become_innermost(regions)
         state, backward, watch = regions.outer.pop()
         regions.now[:] = state, backward
-        ends_step = regions.delayed and regions.now[0] is None
+        ends_step = regions.delayed and state is None
         if ends_step and not in_backward():  # a recomputation belongs to its forward's step
             regions.delayed = False
             end_step()

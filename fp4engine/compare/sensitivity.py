@@ -130,7 +130,8 @@ def measure(task: Task, recipe: Recipe, model: nn.Module, runner: Runner) -> Sen
     sizes = flops_of(model)
     units = units_of(sizes)
     members = members_of(list(sizes), units)
-    alone = {unit: only(names, recipe, aliases_of(model)) for unit, names in members.items()}
+    aliases = aliases_of(model)
+    alone = {unit: only(names, recipe, aliases) for unit, names in members.items()}
     products = {gemm: keeping(recipe, pair) for gemm, pair in GEMM_OPERANDS.items()}
     products = {gemm: made for gemm, made in products.items() if made != keeping(recipe, ())}
     again = [Run("short", made, 0, AGAIN) for made in (HIGH_PRECISION, recipe)]

@@ -565,12 +565,12 @@ def members_of(names: list[str], units: Sequence[str] | None) -> dict[str, list[
     return members
 
 
-def only(names: Sequence[str], recipe: Recipe, aliases: Mapping[str, tuple[str, ...]] = {}) -> RuledRecipe:
+def only(names: Sequence[str], recipe: Recipe, aliases: Aliases) -> RuledRecipe:
     """``recipe`` for the layers ``names``, and high precision for all others."""
     return RuledRecipe(HIGH_PRECISION, _rules(names, recipe, aliases))
 
 
-def without(recipe: Recipe, names: Sequence[str], aliases: Mapping[str, tuple[str, ...]] = {}) -> RuledRecipe:
+def without(recipe: Recipe, names: Sequence[str], aliases: Aliases) -> RuledRecipe:
     """``recipe`` for all layers but ``names``."""
     return RuledRecipe(recipe, _rules(names, HIGH_PRECISION, aliases))
 

@@ -281,7 +281,7 @@ def is_module_grouped_tensor_path_supported(recipe: Any, dtype: torch.dtype) -> 
 
 
 class _GradientInto(torch.autograd.Function):
-    # Where torch.compile traces a hook in its place, the region around it stays in force.
+    # A hook in its place would cost compiled code on PyTorch 2.13 what it writes to attributes afterwards.
     @staticmethod
     def forward(ctx: Any, inp: Tensor, place: Tensor) -> Tensor:
         ctx.place = place

@@ -124,8 +124,8 @@ def test_what_brings_nothing_is_not_advised(tmp_path) -> None:
     with torch.device("meta"):
         model = task.model()
     task.convert(model, Run("", HIGH_PRECISION, 0))
-    losses = {HIGH_PRECISION: 1.0, NVFP4: 1.0001, only(["blocks.1.up"], NVFP4): 1.01}
-    losses |= {only([f"blocks.{block}.{name}"], NVFP4): 1.0 for block in (0, 2) for name in ("up", "down")}
+    losses = {HIGH_PRECISION: 1.0, NVFP4: 1.0001, only(["blocks.1.up"], NVFP4, {}): 1.01}
+    losses |= {only([f"blocks.{block}.{name}"], NVFP4, {}): 1.0 for block in (0, 2) for name in ("up", "down")}
 
     found = measure(task, NVFP4, model, Planned(tmp_path, losses))
     assert found.is_clear(found.units[0]) and found.units[0].name == "blocks.1.up"
@@ -139,8 +139,8 @@ def test_the_part_by_which_a_recipe_diverges_is_advised(tmp_path) -> None:
         model = task.model()
     task.convert(model, Run("", HIGH_PRECISION, 0))
     parts = [f"blocks.{block}.{name}" for block in range(3) for name in ("up", "down")]
-    losses = {only([part], NVFP4): 1.0 for part in parts} | {HIGH_PRECISION: 1.0}
-    losses |= {NVFP4: math.nan, only(["blocks.1.up"], NVFP4): math.nan, without(NVFP4, ["blocks.1.up"]): 1.001}
+    losses = {only([part], NVFP4, {}): 1.0 for part in parts} | {HIGH_PRECISION: 1.0}
+    losses |= {NVFP4: math.nan, only(["blocks.1.up"], NVFP4, {}): math.nan, without(NVFP4, ["blocks.1.up"], {}): 1.001}
     found = measure(task, NVFP4, model, Planned(tmp_path, losses))
     assert found.noise == 0 and found.keep == ("blocks.1.up",)
     assert found.gap == math.inf and found.gap_then == pytest.approx(0.1)
@@ -156,7 +156,7 @@ def test_parts_have_the_names_that_rules_see(tmp_path) -> None:
     model = torch.nn.ModuleDict({"experts": fp4engine.GroupedLinear(2, 32, 32, device="meta")})
     model["module"] = torch.nn.Sequential(torch.nn.Linear(32, 32, device="meta"))
     fp4engine.convert(model)
-    losses = {HIGH_PRECISION: 1.0, only(["experts"], NVFP4): 1.01, only(["module.0"], NVFP4): 1.001}
+    losses = {HIGH_PRECISION: 1.0, only(["experts"], NVFP4, {}): 1.01, only(["module.0"], NVFP4, {}): 1.001}
     found = measure(TinyTask(steps=4, evaluate_every=4), NVFP4, model, Planned(tmp_path, losses))
     assert [(unit.name, round(unit.gap, 4)) for unit in found.units] == [("experts", 1.0), ("module.0", 0.1)]
 

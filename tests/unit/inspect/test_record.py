@@ -244,22 +244,27 @@ def test_draws_that_rotate_anew_are_not_averaged(tmp_path: Path) -> None:
     assert {row["gemm"] for row in rows_of(tmp_path, "rounding")} == {"dgrad"}
 
 
+class Multiplied:
+    """A listener that puts the operands of products into ``seen``."""
+
+    def __init__(self, seen: dict[str, Operand]) -> None:
+        self.seen = seen
+
+    def made(self, *_) -> None: ...
+    def refuse(self, layer, reason) -> None:
+        pytest.fail(reason)
+
+    def multiplied(self, layer, gemm, operands) -> None:
+        self.seen.update((f"{gemm} {operand.role}", operand.operand) for operand in operands)
+
+
 def test_a_weight_that_is_not_quantized_is_seen_as_autocast_takes_it() -> None:
     seen: dict[str, Operand] = {}
-
-    class Keep:
-        def made(self, *_) -> None: ...
-        def refuse(self, layer, reason) -> None:
-            pytest.fail(reason)
-
-        def multiplied(self, layer, gemm, operands) -> None:
-            seen.update((f"{gemm} {operand.role}", operand.operand) for operand in operands)
-
     model = nn.Sequential(nn.Linear(64, 48, bias=False))
     fp4engine.convert(model)
     recipe = LinearRecipe(input=Casts(CastSpec()), grad_output=Casts(CastSpec()))
     x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
-    with watching(layers_of(model), Keep()):
+    with watching(layers_of(model), Multiplied(seen)):
         with fp4engine.autocast(recipe=recipe), torch.autocast("cpu", torch.bfloat16):
             y = model(x)
         y.float().sum().backward()
@@ -269,21 +274,16 @@ def test_a_weight_that_is_not_quantized_is_seen_as_autocast_takes_it() -> None:
 
 def test_what_is_not_cast_again_is_seen_as_the_layer_multiplies_it() -> None:
     seen: dict[str, Operand] = {}
-
-    class Keep:
-        def made(self, *_) -> None: ...
-        def refuse(self, layer, reason) -> None:
-            pytest.fail(reason)
-
-        def multiplied(self, layer, gemm, operands) -> None:
-            seen.update((f"{gemm} {operand.role}", operand.operand) for operand in operands)
-
     nearest = Casts(CastSpec(), None, "rowwise_dequantized")
     recipe = LinearRecipe(input=nearest, weight=nearest, grad_output=Casts(CastSpec(), CastSpec()))
     model = nn.Sequential(nn.Linear(64, 48, bias=False))
     fp4engine.convert(model)
     x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
-    with watching(layers_of(model), Keep()), fp4engine.autocast(recipe=recipe), torch.autocast("cpu", torch.bfloat16):
+    with (
+        watching(layers_of(model), Multiplied(seen)),
+        fp4engine.autocast(recipe=recipe),
+        torch.autocast("cpu", torch.bfloat16),
+    ):
         model(x).float().sum().backward()
     for forward, backward in (("fprop input", "wgrad input"), ("fprop weight", "dgrad weight")):
         assert torch.equal(seen[backward].data, seen[forward].dequantize(torch.bfloat16).T)
