@@ -47,7 +47,7 @@ class StudyTask(Task):
     digest: str = ""
 
     def setting(self) -> dict[str, Any]:
-        """As runs of November 2026 say it, so that theirs are known again."""
+        """As the committed runs say it, so that they are known again."""
         named = {name: getattr(self.settings, name) for name in NUMBERS_DEPEND_ON}
         hot = {} if self.settings.hot == 1 else {"hot": self.settings.hot}
         keep = {"keep_high_precision": list(self.settings.keep_high_precision)}

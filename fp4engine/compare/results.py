@@ -13,13 +13,10 @@ from fp4engine.compare.files import InputError, read_rows
 from fp4engine.compare.recorder import HIGH_PRECISION, fault_of
 from fp4engine.recipe import Recipe
 from fp4engine.recipe.base import recipe_from_data
-from fp4engine.recipe.identity import digest, identity
+from fp4engine.recipe.identity import identity
 
 TAIL = 0.1
 """Where there is no validation, a run's loss is the mean of its training losses over the last share of the steps."""
-
-DROPPED = {"ScheduledRecipe": ("backend", "backward_override"), "RuledRecipe": ("backend", "backward_override")}
-"""Fields that recipes of recipes had in files of November 2026, always None and "auto"."""
 
 
 @dataclass(frozen=True)
@@ -113,14 +110,12 @@ class Result:
 
 
 def read(path: Path) -> Result:
-    """The run of one file, of this version or of November 2026.
+    """The run of one file.
 
     Raises:
         InputError: the file is no whole run.
     """
     header, *rows = read_rows(path) or [{}]
-    if "kind" not in header and "variant" in header:
-        header, rows = _of_november(path, header, rows)
     wanted = {"label": str, "key": str, "seed": int, "setting": dict, "recipe": dict, "extra": dict, "device": str}
     if lacking := [name for name, kind in wanted.items() if type(header.get(name)) is not kind]:
         raise InputError(f"{path} is damaged: its first line does not say {', '.join(lacking)}; move it away")
@@ -148,43 +143,6 @@ def _series(path: Path, rows: Sequence[Mapping[str, Any]], name: str) -> tuple[t
     return tuple((step, math.nan if loss is None else float(loss)) for step, loss in found)
 
 
-def _of_november(
-    path: Path, header: dict[str, Any], rows: list[dict[str, Any]]
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Header and rows in the present format, of a file that ``examples/convergence`` wrote before there was a key."""
-    try:
-        setting = dict(header["settings"])
-        seed = setting.pop("seed")
-        steps = -(-setting["tokens"] // (setting["batch"] * setting["sequence"]))
-        said = {k: v for k, v in header["recipe"].items() if k not in DROPPED.get(header["recipe"]["recipe"], ())}
-        recipe = identity(recipe_from_data(said))
-        extra = {name: header[name] for name in ("resets", "outliers", "two_terms") if name in header}
-        extra |= {"draws": 1_000_003} if header["variant"] == "nvfp4, other draws" else {}
-        setting |= {"data": header["data"], "on": "cpu" if header["device"] == "cpu" else "gpu"}
-    except (KeyError, TypeError, ValueError) as error:
-        raise InputError(
-            f"{path} is damaged: its first line does not describe a run ({error!r}); move it away"
-        ) from error
-    made = {
-        "label": header["variant"], "seed": seed, "setting": setting, "recipe": recipe, "extra": extra,
-        "key": digest({"setting": setting, "recipe": recipe, "seed": seed, **extra}), "recipe_json": said,
-        "tokens_per_step": setting["batch"] * setting["sequence"],
-    }  # fmt: skip
-    last = max((row.get("step", 0) for row in rows if "validation_loss" in row), default=0)
-    diverged = any("validation_loss" in row and not math.isfinite(row["validation_loss"]) for row in rows)
-    if not rows or (last < steps and not diverged):
-        raise InputError(
-            f"{path} is damaged: it must end with the loss after {steps} steps, or where it diverged; move it away"
-        )
-    end = {
-        "kind": "end",
-        "steps": last,
-        "status": "diverged" if diverged else "finished",
-        "seconds": header.get("seconds"),
-    }
-    return header | made, [*rows, end]
-
-
 def require_folders(folders: Iterable[Path]) -> None:
     """Raise an InputError unless all of ``folders`` are there."""
     for folder in folders:
@@ -203,7 +161,7 @@ def read_folders(folders: Iterable[Path]) -> list[Result]:
     found: dict[str, Result] = {}
     for folder in folders:
         for path in sorted(folder.rglob("*.jsonl")):
-            if re.search(r"\.seed\d+(\.[0-9a-f]{8})?\.jsonl$", path.name):
+            if re.search(r"\.seed\d+\.[0-9a-f]{8}\.jsonl$", path.name):
                 result = read(path)
                 if "short" not in result.header["setting"]:  # such runs of `compare` rank parts of a recipe
                     _add(found, result)

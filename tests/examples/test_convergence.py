@@ -31,6 +31,7 @@ from fp4engine import cli
 from fp4engine.cli import recipes
 from fp4engine.compare import read
 from fp4engine.compare.files import read_rows
+from fp4engine.compare.recorder import header_of
 from fp4engine.compare.training import Training
 from fp4engine.formats import CastSpec, Rotation, RoundingMode, Signs
 from fp4engine.optimizer_hooks import OsciReset
@@ -316,29 +317,26 @@ def test_a_device_that_is_not_here_is_refused(
 def saved(
     folder: Path, variant: str, seed: int, loss: float, data: str = "d", like: Conditions = SMALL, **made: Any
 ) -> None:
-    """A run as it was written in November 2026."""
-    of_variant = run_of(variant, like, seed)
-    settings = {"seed": seed, **task_of(like).setting()}
-    del settings["data"], settings["on"]
-    made = {"device": "cpu", "torch": "2", "date": "today", "data": data, "seconds": 1.0, **made}
-    recipe = made.pop("recipe", of_variant.recipe)
-    extra = {name: value for name, value in of_variant.extra.items() if name != "draws"}
-    header = {"variant": variant, "recipe": json.loads(recipe.to_json()), "settings": settings, **extra, **made}
-    rows = [header, {"step": 1, "loss": 9.0}, {"step": 1, "validation_loss": 2 * loss}]
-    path = of_variant.path(folder / like.preset, {})
-    path = path.with_name(re.sub(r"\.[0-9a-f]{8}\.", ".", path.name))
+    """The file of a run that ended."""
+    run = run_of(variant, like, seed)
+    run = dataclasses.replace(run, recipe=made.pop("recipe", run.recipe))
+    on = "cpu" if made.get("device", "cpu") == "cpu" else "gpu"
+    setting = {**task_of(like).setting(), "data": data, "on": on}
+    rows = [
+        {**header_of(run, setting), "device": "cpu", "torch": "2", "date": "today", **made},
+        {"step": 1, "loss": 9.0},
+        {"step": 1, "validation_loss": 2 * loss},
+        {"step": like.steps, "validation_loss": loss},
+        {
+            "kind": "end",
+            "steps": like.steps,
+            "status": "finished" if math.isfinite(loss) else "diverged",
+            "seconds": 1.0,
+        },
+    ]
+    path = run.path(folder / like.preset, setting)
     path.parent.mkdir(parents=True, exist_ok=True)
-    rows.append({"step": like.steps, "validation_loss": loss})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def test_runs_of_november_are_known_again_by_what_they_are(tmp_path: Path) -> None:
-    for variant in VARIANTS:
-        saved(tmp_path, variant, 1, 1.0)
-        (path,) = (tmp_path / "tiny").glob("*.jsonl")
-        setting = {**task_of(SMALL).setting(), "data": "d"}
-        assert read(path).key == run_of(variant, SMALL, 1).key(setting), variant
-        path.unlink()
 
 
 def test_runs_of_a_recipe_that_has_changed_are_shown_apart(tmp_path: Path) -> None:

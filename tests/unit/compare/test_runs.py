@@ -2,7 +2,6 @@
 
 import dataclasses
 import errno
-import json
 import math
 import random
 import shutil
@@ -516,22 +515,6 @@ def test_a_damaged_file_is_named(change, said, tmp_path) -> None:
     run.path.write_text("".join(f"{line}\n" for line in change(run.path.read_text().splitlines())))
     with pytest.raises(InputError, match=said):
         read_folders([tmp_path])
-
-
-def test_files_of_november_are_read_and_known_by_their_recipe(tmp_path) -> None:
-    settings = {"preset": "p", "sequence": 4, "batch": 2, "tokens": 16, "seed": 3}
-    header = {"variant": "nvfp4", "recipe": json.loads(NVFP4.to_json()), "settings": settings}
-    header |= {"data": "d", "device": "cpu"}
-    rows = [header, {"step": 1, "loss": 2.0}, {"step": 2, "validation_loss": 1.5}]
-    path = tmp_path / "nvfp4.seed3.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (result,) = read_folders([tmp_path])
-    setting = {"preset": "p", "sequence": 4, "batch": 2, "tokens": 16, "data": "d", "on": "cpu"}
-    assert (result.label, result.seed, result.loss) == ("nvfp4", 3, 1.5) and result.recipe == NVFP4
-    assert result.key == Run("any", NVFP4, 3).key(setting)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows[:2]))
-    with pytest.raises(InputError, match="must end with the loss after 2 steps"):
-        read(path)
 
 
 class Counted(nn.Module):
