@@ -83,6 +83,15 @@ def test_the_final_gaps_are_drawn_from_zero_on(drawn) -> None:
     assert len(course.lines) == 2 and course.collections  # zero, and the mean of three seeds in its band
 
 
+@pytest.mark.parametrize(
+    ("picture", "tells"), [("convergence/10m/noise.png", True), ("convergence/3m/search.png", False)]
+)
+def test_a_legend_does_not_hide_many_curves(drawn, picture: str, tells: bool) -> None:
+    course, ends = drawn(picture).axes
+    assert (course.get_legend() is not None) == tells
+    assert all(label.get_text() for label in ends.get_yticklabels())
+
+
 def test_every_shape_has_a_color_of_its_own(drawn) -> None:
     shapes = [line for line in drawn("quantize.png").axes[0].lines if line.get_marker() == "o"]
     assert len({tuple(line.get_color()) for line in shapes}) == len(shapes) == 12

@@ -90,7 +90,7 @@ def courses(axes: Axes, comparison: Comparison, arms: Sequence[Arm], unit: str) 
         axes.axhline(comparison.tolerance, color="#b00020", linewidth=1, linestyle="--")
     axes.set(xlabel=name, ylabel=f"{comparison.measure.partition(' of ')[0]} above\nthe baseline's, %")
     axes.grid(alpha=0.3)
-    if arms:
+    if 0 < len(arms) <= len(COLORS):  # a legend of more would hide the curves, and colours repeat
         axes.legend(fontsize="small", frameon=False)
 
 
