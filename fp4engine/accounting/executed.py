@@ -58,11 +58,14 @@ class ExecutedReport:
         others: ``operator -> FLOPs`` of every product in high precision that PyTorch computed during one step: of
             plain linear modules, experts, attention, convolutions; empty for a report without a step.
         opaque: operators that ran in the step and of which nobody knows how much they multiply.
+        uncounted: linear modules that do not count, such as one that was put in after ``convert``; empty for a report
+            of one step, where PyTorch counts their products.
     """
 
     modules: tuple[ExecutedModule, ...]
     others: dict[str, int] = field(default_factory=dict[str, int])
     opaque: tuple[str, ...] = ()
+    uncounted: tuple[str, ...] = ()
 
     @property
     def counts(self) -> Counter[str]:
@@ -103,6 +106,9 @@ class ExecutedReport:
             text += "\n" + table(("counted by PyTorch, in high precision", "FLOPs"), others)
         if self.opaque:
             text += f"\nnot counted, since nobody knows what they multiply: {', '.join(self.opaque)}"
+        if self.uncounted:
+            names = ", ".join(name for (name,) in collapsed((name,) for name in self.uncounted))
+            text += f"\nnot counted, since convert has not seen them or they are never called: {names}"
         total = ", ".join(f"{times} GEMMs {formats}" for formats, times in self.counts.items()) or "no GEMM was counted"
         share = f"; {self.fp4_share:.1%} of FLOPs in FP4" if self.flops.total() else ""
         return f"{text}\n{total}{share}"
@@ -124,16 +130,17 @@ def executed_gemms(model: nn.Module, step: Callable[[], Any] | None = None) -> E
         require_callable("step", step)
     counters = [(name, executed) for name, module in model.named_modules() if (executed := counter_of(module))]
     if step is None:
-        return ExecutedReport(tuple(ExecutedModule(n, dict(e.counts), dict(e.flops)) for n, e in counters))
+        never_called = is_never_called(model)
+        uncounted = (name for name, m in linear_modules(model) if counter_of(m) is None or m in never_called)
+        modules = (ExecutedModule(name, dict(e.counts), dict(e.flops)) for name, e in counters)
+        return ExecutedReport(tuple(modules), uncounted=tuple(uncounted))
     before = [(dict(e.counts), dict(e.flops), dict(e.by_torch)) for _, e in counters]
     watched = watch(step)
-    modules: list[ExecutedModule] = []
+    ran: list[ExecutedModule] = []
     for (name, executed), (counts, flops, by_torch) in zip(counters, before, strict=True):
         torch_flops = {(gemm, HIGH_PRECISION): n for gemm, n in _new(executed.by_torch, by_torch).items()}
-        modules.append(
-            ExecutedModule(name, _new(executed.counts, counts), _new(_new(executed.flops, flops), torch_flops))
-        )
-    return ExecutedReport(tuple(modules), dict(watched.flops), tuple(sorted(watched.opaque)))
+        ran.append(ExecutedModule(name, _new(executed.counts, counts), _new(_new(executed.flops, flops), torch_flops)))
+    return ExecutedReport(tuple(ran), dict(watched.flops), tuple(sorted(watched.opaque)))
 
 
 def assert_quantized(

@@ -483,3 +483,16 @@ def test_patterns_that_cover_nothing_are_refused() -> None:
         fp4engine.assert_quantized(model, keep_high_precision=["head"])
     with pytest.raises(ValueError, match="sequence of patterns"):
         fp4engine.assert_quantized(model, keep_high_precision="down")
+
+
+def test_a_linear_module_that_does_not_count_is_named_beside_the_share() -> None:
+    """A head that was put in after ``convert`` multiplied unseen, below "100.0% of FLOPs in FP4"."""
+    model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16))
+    fp4engine.convert(model, NVFP4BlockScaling())
+    assert not fp4engine.executed_gemms(model).uncounted
+    model[1] = nn.Linear(32, 64)
+    model(torch.randn(4, 16)).sum().backward()
+    report = fp4engine.executed_gemms(model)
+    assert report.uncounted == ("1",)
+    assert "\nnot counted, since convert has not seen them or they are never called: 1\n" in str(report)
+    assert not fp4engine.executed_gemms(model, lambda: model(torch.randn(4, 16))).uncounted
