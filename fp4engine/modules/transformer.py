@@ -192,7 +192,8 @@ class TransformerLayer(torch.nn.Module):
             enc_dec_attn_mask, enc_dec_attn_mask_type, enc_dec_window_size, enc_dec_bottom_right_diagonal: of
                 cross-attention.
             is_first_microbatch: as in :meth:`fp4engine.Linear.forward`, of all parts.
-            arguments: others of :meth:`MultiheadAttention.forward`, for self- and cross-attention alike.
+            arguments: others of :meth:`MultiheadAttention.forward`, for self- and cross-attention alike; those of
+                ``encoder_output`` (``cu_seqlens_kv``) for cross-attention alone.
 
         Raises:
             ValueError: ``encoder_output``, or what is of cross-attention, is given to an encoder.
@@ -205,6 +206,7 @@ class TransformerLayer(torch.nn.Module):
                 enc_dec_window_size=enc_dec_window_size,
                 enc_dec_bottom_right_diagonal=enc_dec_bottom_right_diagonal,
             )
+        of_self = {key: value for key, value in arguments.items() if self.inter_attention is None or "_kv" not in key}
         attended = self.self_attention(
             hidden_states,
             attention_mask,
@@ -212,7 +214,7 @@ class TransformerLayer(torch.nn.Module):
             window_size=window_size,
             bottom_right_diagonal=bottom_right_diagonal,
             is_first_microbatch=is_first_microbatch,
-            **arguments,
+            **of_self,
         )
         if self.parallel_attention_mlp:
             return self._add(hidden_states, attended + self.layernorm_mlp(hidden_states, is_first_microbatch))

@@ -211,6 +211,23 @@ def test_generating_token_by_token_is_reading_all_at_once(layout) -> None:
     assert set(cache.cache[1]) == {9}
 
 
+@pytest.mark.parametrize("layout", ["thd", "bshd"])
+def test_a_decoder_attends_to_itself_by_its_own_lengths(layout) -> None:
+    """It took those of ``encoder_output``, which hid its own tokens, or raised where they were packed."""
+    kinds = {"self_attn_mask_type": "padding_causal", "enc_dec_attn_mask_type": "padding"}
+    sizes = (HEADS * SIZE, 64, HEADS)
+    lone = TransformerLayer(*sizes, layer_type="decoder", attn_input_format="bshd").eval()
+    layer = TransformerLayer(*sizes, layer_type="decoder", attn_input_format=layout, **kinds).eval()
+    layer.load_state_dict(lone.state_dict())
+    inputs, encoded = ([torch.randn(length, HEADS * SIZE) for length in lengths] for lengths in (LENGTHS, (7, 2)))
+    ends = {"cu_seqlens_q": torch.tensor([0, 5, 8]), "cu_seqlens_kv": torch.tensor([0, 7, 9])}
+    joined = torch.cat if layout == "thd" else partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
+    output = layer(joined(inputs), encoder_output=joined(encoded), **ends)
+    found = output.split(LENGTHS) if layout == "thd" else (output[0], output[1, :3])
+    for one, x, other in zip(found, inputs, encoded, strict=True):
+        assert torch.allclose(one, lone(x[None], encoder_output=other[None])[0], atol=1e-5)
+
+
 @pytest.mark.parametrize("arguments", [{}, {"layer_type": "decoder", "layer_number": 1}], ids=["layers", "decoder"])
 def test_attentions_that_would_share_a_cache_are_refused(arguments) -> None:
     """Without a layer_number, or with cross-attention, they read each other's keys."""
