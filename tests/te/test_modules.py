@@ -406,6 +406,9 @@ def test_cross_entropy_is_pytorchs() -> None:
     labels[0, 1] = 0
     losses = te.parallel_cross_entropy(scores, labels)
     assert torch.allclose(losses, F.cross_entropy(scores.transpose(1, 2), labels, reduction="none"))
+    assert torch.equal(te.parallel_cross_entropy(scores, labels.int()), losses)
+    with pytest.raises(ValueError, match=r"target must hold integers, got torch\.float32"):
+        te.parallel_cross_entropy(scores, labels.float())
 
 
 def test_linear_is_fp4engines() -> None:

@@ -26,14 +26,18 @@ def parallel_cross_entropy(
 
     Raises:
         NotImplementedError: more ranks.
+        ValueError: labels that are no integers.
     """
     if dist_process_group is not None:
         require_member("dist_process_group", dist_process_group)
     require_one_rank("parallel_cross_entropy", tp_group=dist_process_group)
     require_rate("label_smoothing", label_smoothing)
+    if target.is_floating_point():
+        raise ValueError(f"target must hold integers, got {target.dtype}")
     reduction = "sum" if reduce_loss else "none"
     scores = inp.float().flatten(0, -2)
+    labels = target.reshape(-1).long()
     loss = F.cross_entropy(
-        scores, target.reshape(-1), ignore_index=ignore_idx, reduction=reduction, label_smoothing=label_smoothing
+        scores, labels, ignore_index=ignore_idx, reduction=reduction, label_smoothing=label_smoothing
     )
     return loss / (target != ignore_idx).sum().clamp(min=1) if reduce_loss else loss.view(target.shape)
