@@ -1,6 +1,7 @@
 """What vLLM's loader would make of a checkpoint, by its rules alone: nothing of vLLM is imported or run.
 
-1. Modules that it multiplies as one matrix are one module: q, k and v; gate and up; the experts of a layer.
+1. Modules that it multiplies as one matrix are one module: q, k and v; gate and up; projections of linear attention;
+   the experts of a layer.
 2. Its scheme comes from the configuration. compressed-tensors: unless the name is in ``ignore``, the first target that
    is the module's name, or ``re:`` and an expression of its beginning; or is a part of its class's name, as ``Linear``
    is but of the head's; or one for each of its parts. Experts are asked for as ``.0.gate_proj``, ``.0.up_proj`` and
@@ -24,10 +25,15 @@ from fp4engine.export.serving_format import COMPRESSED_TENSORS, expert_stack
 
 Verdict = tuple[Literal["agrees", "differs", "cannot load"], str]
 
-_FUSED = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
+_FUSED: dict[tuple[str, ...], str] = {
+    ("q_proj", "k_proj", "v_proj"): "qkv_proj",
+    ("query", "key", "value"): "qkv_proj",
+    ("q_lin", "k_lin", "v_lin"): "qkv_proj",
+    ("gate_proj", "up_proj"): "gate_up_proj",
+    ("w1", "w3"): "w13",
+    ("q_a_proj", "kv_a_proj_with_mqa"): "fused_qkv_a_proj",
+    ("in_proj_qkv", "in_proj_z"): "in_proj_qkvz",
+    ("in_proj_b", "in_proj_a"): "in_proj_ba",
 }
 _UPPER = ("gate_proj", "up_proj", "w1", "w3")
 """Experts' projections that are multiplied as one."""
@@ -82,12 +88,13 @@ def _modules(names: Collection[str]) -> list[_Module]:
         if stack := expert_stack(name):
             stacks.setdefault(stack[0], []).append(name)
             continue
-        fused = next((f for f, parts in _FUSED.items() if last in parts and f"{parent}.{parts[0]}" in known), None)
-        parts = (name,) if fused is None else tuple(n for p in _FUSED[fused] if (n := f"{parent}.{p}") in known)
-        if fused is None or len(parts) < 2:
+        siblings = next((parts for parts in _FUSED if last in parts and f"{parent}.{parts[0]}" in known), ())
+        parts = tuple(sibling for part in siblings if (sibling := f"{parent}.{part}") in known)
+        if len(parts) < 2:
             made[name] = _Module(name, (name,), "ParallelLMHead" if last == "lm_head" else "Linear")
         else:
-            made[f"{parent}.{fused}"] = _Module(f"{parent}.{fused}", parts, "Linear")
+            fused = f"{parent}.{_FUSED[siblings]}"
+            made[fused] = _Module(fused, parts, "Linear")
     return [*made.values(), *(_Module(stack, tuple(parts), "RoutedExperts") for stack, parts in stacks.items())]
 
 

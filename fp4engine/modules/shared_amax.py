@@ -17,9 +17,13 @@ from fp4engine.roles import QuantizerRole
 
 SHARED_SCALES = (
     ("q_proj", "k_proj", "v_proj"),
+    ("query", "key", "value"),
+    ("q_lin", "k_lin", "v_lin"),
     ("gate_proj", "up_proj"),
     ("w1", "w3"),
     ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("in_proj_qkv", "in_proj_z"),
+    ("in_proj_b", "in_proj_a"),
 )
 """The last parts of names of sibling layers that servers multiply as one matrix, with one outer scale."""
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import fp4engine
-from fp4engine.export import CheckpointError, calibrate, export_checkpoint, verify_checkpoint
+from fp4engine.export import SHARED_SCALES, CheckpointError, calibrate, export_checkpoint, verify_checkpoint
 from fp4engine.recipe import NVFP4BlockScaling, zoo
 from tests.tiny import converted, llama, served_architecture, tokens
 
@@ -95,6 +95,49 @@ def test_what_is_known_of_a_reader_is_refused_where_it_cannot_load_too(tmp_path,
     with pytest.raises(CheckpointError, match=r"leaves the weight of a Conv1D at random .*nothing was written"):
         export_checkpoint(model, tmp_path / "out", inputs="dynamic", verify=verify)
     assert not list(tmp_path.iterdir())
+
+
+SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+
+
+def qwen3_5():
+    sizes = {"head_dim": 16, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+    heads = {"num_key_value_heads": 2, "linear_num_value_heads": 4, "linear_num_key_heads": 2}
+    config = transformers.Qwen3_5TextConfig(**SMALL, **sizes, **heads, layer_types=["linear_attention"])
+    return transformers.Qwen3_5ForCausalLM(config)
+
+
+def lfm2():
+    layer = {"layer_types": ["full_attention"], "block_auto_adjust_ff_dim": False}
+    return transformers.Lfm2ForCausalLM(transformers.Lfm2Config(**SMALL, **layer, num_key_value_heads=2))
+
+
+def distilbert():
+    config = transformers.DistilBertConfig(vocab_size=64, dim=32, hidden_dim=64, n_layers=1, n_heads=4)
+    return transformers.DistilBertForMaskedLM(config)
+
+
+MERGED = {
+    ("query", "key", "value"): lambda: transformers.BertForMaskedLM(transformers.BertConfig(**SMALL)),
+    ("q_lin", "k_lin", "v_lin"): distilbert,
+    ("w1", "w3"): lfm2,
+    ("in_proj_qkv", "in_proj_z"): qwen3_5,
+    ("in_proj_b", "in_proj_a"): qwen3_5,
+}
+"""Names of siblings that vLLM merges, beside Llama's, and a model that has them."""
+
+
+@pytest.mark.parametrize("names", MERGED, ids="-".join)
+def test_siblings_that_vllm_merges_share_their_scale(tmp_path, names) -> None:
+    """They had scales of their own, of which vLLM keeps one, and its rules agreed."""
+    model = converted(MERGED[names](), NVFP4BlockScaling())
+    report = export_checkpoint(model, tmp_path / "out", inputs="dynamic")
+    siblings = [layer for layer in report.layers if layer.name.rpartition(".")[2] in names]
+    assert len(siblings) == len(names) and len({layer.amax for layer in siblings}) == 1
+    assert len({layer.own_amax for layer in siblings}) > 1 and report.readers[0].verdict == "agrees"
+    others = [group for group in SHARED_SCALES if group != names]
+    with pytest.raises(CheckpointError, match=rf"{names[0]}, .*{names[1]}.* of their own, and one module keeps one"):
+        export_checkpoint(model, tmp_path / "apart", inputs="dynamic", shared_scales=others)
 
 
 def test_models_of_no_library_are_read_by_rules_alone(tmp_path) -> None:
