@@ -5,7 +5,6 @@ multiplies by it, and ``config.json`` says by which casts and which recipe: noth
 module tells transformers how to read them.
 """
 
-import fnmatch
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -115,7 +114,8 @@ class StoredWeightsQuantizer(HfQuantizer):
         config = self.quantization_config
         recipe = None if config.recipe is None else recipe_from_json(json.dumps(config.recipe))
         stored = config.quantizers()
-        names = _names_in(model, [*config.converted, *stored])
+        keys = _keys(checkpoint_files)
+        names = _names_in(model, [*config.converted, *stored], keys)
         converted = {names[name] for name in config.converted if name in names}
         self._quantizers = quantizers = {names[name]: made for name, made in stored.items() if name in names}
         convert(model, recipe, lambda _, name: name in converted)
@@ -134,7 +134,7 @@ class StoredWeightsQuantizer(HfQuantizer):
             absent._is_hf_initialized = True  # pyright: ignore[reportAttributeAccessIssue]
             place.owner.register_parameter(place.parameter, None)
             vars(place.owner)[place.parameter] = absent
-        _require_described(checkpoint_files, stored)
+        _require_described(keys, stored)
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         """Make the weights of their parts.
@@ -201,38 +201,51 @@ def description(model: nn.Module) -> StoredWeightsConfig:
     return StoredWeightsConfig(data, converted, weights)
 
 
-def _names_in(model: Any, names: Iterable[str]) -> dict[str, str]:
+def _names_in(model: Any, names: Iterable[str], keys: Iterable[str]) -> dict[str, str]:
     """``module in the checkpoint -> module in model``; one of the two may be a model with its head, the other without.
 
     A head in the checkpoint that ``model`` does not have is left out.
+
+    Args:
+        keys: of the tensors in the checkpoint.
     """
     prefix = f"{model.base_model_prefix}."
-    below = [name for name in names if name.startswith(prefix)]
+    has_head = any(name.startswith(prefix) for name in (*names, *keys))
     own = {name for name, _ in model.named_modules()}
-    is_alike = bool(below) == hasattr(model, model.base_model_prefix)
+    is_alike = has_head == hasattr(model, model.base_model_prefix)
     if not model.base_model_prefix or is_alike or not own.isdisjoint(names):
         return {name: name for name in names}
-    if below:
-        return {name: name.removeprefix(prefix) for name in below}
+    if has_head:
+        return {name: name.removeprefix(prefix) for name in names if name.startswith(prefix)}
     return {name: f"{prefix}{name}" for name in names}
 
 
-def _require_described(files: Any, stored: Mapping[str, Quantizer]) -> None:
-    """Raise unless ``files`` are safetensors files that can be read, with the codes of no more weights than ``stored``.
+def _keys(files: Any) -> list[str]:
+    """The keys of all tensors in ``files``.
 
-    The others would stay at random. Names are not compared, since transformers may rename them.
+    Raises:
+        ValueError: they are no safetensors files that can be read.
     """
     from safetensors import SafetensorError, safe_open
 
     if not files or not all(str(file).endswith(".safetensors") for file in files):
         raise ValueError(f"weights that are stored as codes are read from safetensors files only, got {files!r:.80}")
-    coded: list[str] = []
+    keys: list[str] = []
     for file in files:
         try:
             with safe_open(file, framework="pt") as opened:
-                coded += fnmatch.filter(opened.keys(), f"*{_CODES}")
+                keys += opened.keys()
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{file} is truncated or no safetensors file: {error}") from error
+    return keys
+
+
+def _require_described(keys: Iterable[str], stored: Mapping[str, Quantizer]) -> None:
+    """Raise unless ``keys`` have the codes of no more weights than ``stored``: the others would stay at random.
+
+    Names are not compared, since transformers may rename them.
+    """
+    coded = [key for key in keys if key.endswith(_CODES)]
     if len(coded) > len(stored):
         odd = next(name for name in sorted(coded) if name.removesuffix(_CODES) not in stored)
         raise ValueError(
