@@ -45,7 +45,7 @@ class Linear(Gemms, torch.nn.Linear):
         TypeError: an argument that neither library knows.
         ValueError: sizes that are no integers of at least 0, a ``dtype`` beside another ``params_dtype``, a
             ``params_dtype`` of no floating-point numbers or of less than 16 bits, a ``recipe`` that is none or has
-            delayed scaling, or a flag that is no bool.
+            delayed scaling or a schedule in it, or a flag that is no bool.
 
     Attributes:
         executed: what really ran, see :class:`~fp4engine.functional.ExecutedGemms`.

@@ -213,11 +213,18 @@ def require_own_recipe(recipe: Recipe | None) -> None:
     """Accept a recipe that a module may follow outside autocast regions.
 
     Raises:
-        ValueError: ``recipe`` is not a recipe, or has delayed scaling.
+        ValueError: ``recipe`` is not a recipe, has delayed scaling, or has a schedule in it.
     """
     require_recipe(recipe)
-    if recipe is not None and recipe.is_delayed:
+    if recipe is None:
+        return
+    if recipe.is_delayed:
         raise no_step(recipe)
+    if recipe.at(0) != recipe:
+        raise ValueError(
+            "a schedule needs a step, so a module cannot follow it outside autocast regions; "
+            f"use autocast(recipe=recipe.at(step)) instead of recipe={recipe!r}"
+        )
 
 
 def no_step(recipe: Recipe | None) -> ValueError:

@@ -193,6 +193,14 @@ def test_a_schedule_without_a_step_says_what_to_do() -> None:
         schedule.at(-1)
 
 
+@pytest.mark.parametrize("wrap", [lambda s: s, RuledRecipe, lambda s: RuledRecipe(NVFP4, (Rule(s, "head"),))])
+def test_a_layer_that_is_to_follow_a_schedule_is_refused_when_it_is_built(wrap) -> None:
+    recipe = wrap(ScheduledRecipe(((0, NVFP4), (9, HIGH))))
+    with pytest.raises(ValueError, match=r"a schedule needs a step, .*instead of recipe="):
+        fp4engine.Linear(16, 16, recipe=recipe)
+    assert fp4engine.Linear(16, 16, recipe=recipe.at(9)).recipe == recipe.at(9)
+
+
 @pytest.mark.parametrize("phases", [(), ((5, NVFP4),), ((0, NVFP4), (0, HIGH)), ((0, NVFP4), (9, HIGH), (4, NVFP4))])
 def test_phases_start_at_zero_and_rise(phases) -> None:
     with pytest.raises(ValueError, match="phases must start at step 0 and rise"):
