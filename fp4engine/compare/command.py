@@ -295,15 +295,24 @@ def estimates(task: TextTask, recipes: Mapping[str, Recipe]) -> dict[str, Estima
         return task.loss(model, torch.zeros(task.batch, task.sequence + 1, dtype=torch.int64, device=device))
 
     found: dict[str, Estimate | str] = {}
-    for label, recipe in {"BF16": None, **recipes}.items():
+    for label, recipe in _phases(task, recipes).items():
         model = without_memory(task.model)
         options: dict[str, Any] = {"batch": task.batch, "sequence": task.sequence, "gpu": GPU, "loss": loss}
         options["host_microseconds"] = 0  # as in a CUDA graph: small models would show the host's time and no other
         try:
             keep = tuple(task.keep_high_precision(model))
-            found[label] = estimate(model, recipe=recipe and recipe.at(0), keep_high_precision=keep, **options)
+            found[label] = estimate(model, recipe=recipe, keep_high_precision=keep, **options)
         except Exception as error:  # whatever a model that cannot be traced without values makes PyTorch raise
             found[label] = one_line(error)
+    return found
+
+
+def _phases(task: TextTask, recipes: Mapping[str, Recipe]) -> dict[str, Recipe | None]:
+    """The baseline and the recipes, by label; of a schedule those of the run's phases."""
+    found: dict[str, Recipe | None] = {"BF16": None}
+    for label, recipe in recipes.items():
+        starts = [start for start in recipe.starts if start < task.steps]
+        found |= {f"{label} from step {start} on" if len(starts) > 1 else label: recipe.at(start) for start in starts}
     return found
 
 

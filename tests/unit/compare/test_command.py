@@ -493,6 +493,16 @@ def test_rules_of_a_later_phase_are_checked_before_anything_is_spent(folder: Pat
             check(task, {"late": ScheduledRecipe(((0, HIGH_PRECISION), (step, rules)))})
 
 
+def test_a_step_is_estimated_for_each_phase_of_a_schedule(folder: Path) -> None:
+    """The first one's estimate stood for all of them."""
+    task, nvfp4 = task_of(parsed(), folder / "out"), zoo.make("nvfp4")
+    late = ScheduledRecipe(((0, HIGH_PRECISION), (task.steps - 1, nvfp4), (task.steps, HIGH_PRECISION)))
+    found = estimates(task, {"late": late, "one": ScheduledRecipe(((0, nvfp4),)), "high": HIGH_PRECISION})
+    assert list(found) == ["BF16", "late from step 0 on", f"late from step {task.steps - 1} on", "one", "high"]
+    peaks = [step.peak for step in found.values() if isinstance(step, Estimate)]
+    assert peaks[1] == peaks[4] != peaks[2] == peaks[3]
+
+
 def parsed(*words: str) -> argparse.Namespace:
     return make_parser().parse_args(["compare", *QUICK, *words])
 
