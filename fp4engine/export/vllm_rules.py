@@ -6,6 +6,7 @@
    is the module's name, or ``re:`` and an expression of its beginning; or is a part of its class's name, as ``Linear``
    is but of the head's; or one for each of its parts. Experts are asked for as ``.0.gate_proj``, ``.0.up_proj`` and
    ``.0.down_proj``, whatever they are called. ModelOpt: ``exclude_modules`` also holds for names that contain one.
+   Gates of experts and heads of encoders are in high precision, whatever it says.
 3. The scheme says which tensors there are, of which dtypes. One that is missing keeps what memory held, and one that
    the scheme does not know stops the loader. A module in high precision without any is tied.
 4. The parts of one module keep one outer scale, the largest number among those stored, and their block scales stay as
@@ -37,6 +38,8 @@ _FUSED: dict[tuple[str, ...], str] = {
 }
 _UPPER = ("gate_proj", "up_proj", "w1", "w3")
 """Experts' projections that are multiplied as one."""
+_PLAIN = {"gate", "shared_expert_gate", "pooler", "classifier"}
+"""Names of modules, or of what they are in, that have a plain weight: gates of experts, and heads of encoders."""
 _OUTER = ("weight_global_scale", "weight_scale_2", "input_global_scale", "input_scale")
 
 
@@ -73,7 +76,9 @@ def read(checkpoint: ServedCheckpoint, left_alone: Collection[str]) -> Verdict:
     found: Verdict = "agrees", ""
     try:
         for module in _modules([*checkpoint.layers, *left_alone]):
-            verdict = _loaded(checkpoint, module, schemes(checkpoint.settings, module))
+            is_plain = not _PLAIN.isdisjoint(module.name.split("."))
+            scheme = {"weight": ""} if is_plain else schemes(checkpoint.settings, module)
+            verdict = _loaded(checkpoint, module, scheme)
             found = verdict if found[0] == "agrees" else found
     except _Refused as error:
         return "cannot load", str(error)

@@ -140,6 +140,32 @@ def test_siblings_that_vllm_merges_share_their_scale(tmp_path, names) -> None:
         export_checkpoint(model, tmp_path / "apart", inputs="dynamic", shared_scales=others)
 
 
+def qwen2_moe():
+    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32}
+    config = transformers.Qwen2MoeConfig(**SMALL, **experts, num_key_value_heads=2, shared_expert_intermediate_size=32)
+    return converted(transformers.Qwen2MoeForCausalLM(config), NVFP4BlockScaling())
+
+
+def classifier():
+    model = transformers.BertForSequenceClassification(transformers.BertConfig(**SMALL))
+    fp4engine.convert(model, NVFP4BlockScaling())
+    return model
+
+
+@pytest.mark.parametrize("format", ["compressed-tensors", "modelopt"])
+@pytest.mark.parametrize(
+    ("make", "keep"),
+    [(qwen2_moe, ["lm_head", "**.shared_expert_gate"]), (classifier, ["**.pooler.dense", "classifier"])],
+)
+def test_what_vllm_never_has_in_codes_it_cannot_load(tmp_path, format, make, keep) -> None:
+    """Gates of experts, poolers and classifiers have a plain weight there, and its rules agreed with one in codes."""
+    model = make()
+    (vllm,) = export_checkpoint(model, tmp_path / "out", format, inputs="dynamic", force=True).readers
+    assert vllm.verdict == "cannot load" and re.search(r"(expert_gate|pooler\.dense)' has no such", vllm.why)
+    report = export_checkpoint(model, tmp_path / "kept", format, inputs="dynamic", force=True, keep_high_precision=keep)
+    assert report.readers[0].verdict == "agrees"
+
+
 def test_models_of_no_library_are_read_by_rules_alone(tmp_path) -> None:
     model = nn.Sequential(nn.Linear(32, 32))
     fp4engine.convert(model, zoo.make("nvfp4_weight_only"))
