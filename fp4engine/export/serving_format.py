@@ -422,22 +422,29 @@ def described_kind(settings: Mapping[str, Any], form: ServingFormat, layer: str)
             raise ValueError(f"group_size must be {size}, got {settings['group_size']!r:.80}")
         return kinds[algorithm]
     groups = settings.get("config_groups")
-    for group in groups.values() if isinstance(groups, dict) else ():
-        targets = group.get("targets") if isinstance(group, dict) else None
-        names = [name for name in targets if isinstance(name, str)] if isinstance(targets, list) else []
-        if not ("Linear" in names or is_named(layer, names)):
-            continue
-        weights, inputs = group.get("weights"), group.get("input_activations")
-        found = next((form for form in FORMS if _casts_as(weights, form.arguments)), None)
-        if found is None:
-            raise ValueError(f"it describes the weight of {layer!r} as {weights!r:.160}, which is of no known form")
-        ways = [how for how, arguments in found.inputs.items() if _casts_as(inputs, arguments)]
-        if inputs is not None and not ways:
-            raise ValueError(
-                f"it describes the input of {layer!r} as {inputs!r:.160}, which is no input beside {found.name}"
-            )
-        return found, ways[0] if ways else WEIGHT_ONLY
-    raise ValueError(f"none of its config_groups has {layer!r} among its targets")
+    listed = [group for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
+    targets = [_strings(group.get("targets")) for group in listed]
+    # A name comes before an expression, and both before the class, in whatever order the groups are.
+    ranks = [(layer in names, is_named(layer, names), "Linear" in names) for names in targets]
+    best = max(ranks, default=(False, False, False))
+    if not any(best):
+        raise ValueError(f"none of its config_groups has {layer!r} among its targets")
+    group = listed[ranks.index(best)]
+    weights, inputs = group.get("weights"), group.get("input_activations")
+    found = next((form for form in FORMS if _casts_as(weights, form.arguments)), None)
+    if found is None:
+        raise ValueError(f"it describes the weight of {layer!r} as {weights!r:.160}, which is of no known form")
+    ways = [how for how, arguments in found.inputs.items() if _casts_as(inputs, arguments)]
+    if inputs is not None and not ways:
+        raise ValueError(
+            f"it describes the input of {layer!r} as {inputs!r:.160}, which is no input beside {found.name}"
+        )
+    return found, ways[0] if ways else WEIGHT_ONLY
+
+
+def _strings(value: Any) -> list[str]:
+    """The strings in a list; none if it is none."""
+    return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
 
 
 def _casts_as(given: Any, wanted: Mapping[str, Any]) -> bool:

@@ -123,6 +123,21 @@ def test_mixed_layers_in_modelopts_dialect(tmp_path) -> None:
     assert compare_served(model, tmp_path / "out", [tokens()], progress=False).logits < 1e-6
 
 
+def test_a_layer_is_of_the_group_that_names_it_and_not_of_an_earlier_one_of_its_class(tmp_path) -> None:
+    """As in compressed-tensors: by name, then by expression, then by class. The first group that fits was taken."""
+    recipe = RuledRecipe(zoo.make("nvfp4_weight_only"), (Rule(zoo.make("mxfp8"), "**.self_attn"),))
+    export_checkpoint(converted(recipe), tmp_path / "out")
+    forms = ServedCheckpoint(tmp_path / "out").layers
+    path = tmp_path / "out" / "config.json"
+    config = json.loads(path.read_text())
+    groups = config["quantization_config"]["config_groups"]
+    attention, rest = sorted(groups.values(), key=lambda group: "self_attn" not in group["targets"][0])
+    attention["targets"], rest["targets"] = [r"re:.*self_attn\..*"], ["Linear"]
+    config["quantization_config"]["config_groups"] = {"group_0": rest, "group_1": attention}
+    path.write_text(json.dumps(config))
+    assert ServedCheckpoint(tmp_path / "out").layers == forms
+
+
 def test_siblings_of_several_forms_are_refused(tmp_path) -> None:
     model = converted(RuledRecipe(zoo.make("nvfp4_weight_only"), (Rule(zoo.make("mxfp8"), "**.q_proj"),)))
     with pytest.raises(ValueError, match=r"q_proj in MXFP8 with .*k_proj in NVFP4 with"):
