@@ -28,7 +28,8 @@ class TransformerLayer(torch.nn.Module):
         bias, params_dtype, device, recipe, fuse_wgrad_accumulation: of all parts, as in :class:`LayerNormMLP`.
         name: recipes see the parts below it.
         layernorm_epsilon: eps of all norms.
-        hidden_dropout: dropout of both branches; ``drop_path_rate`` leaves out whole branches, sample by sample.
+        hidden_dropout: dropout of all branches; ``drop_path_rate`` leaves out those of self-attention and the MLP whole,
+            sample by sample.
         self_attn_mask_type, window_size, bottom_right_diagonal: mask of self-attention, also arguments of the
             forward; ``enc_dec_attn_mask_type``, ``enc_dec_window_size`` and ``enc_dec_bottom_right_diagonal`` are those
             of cross-attention.
@@ -230,16 +231,16 @@ class TransformerLayer(torch.nn.Module):
                 is_first_microbatch=is_first_microbatch,
                 **arguments,
             )
-            hidden_states = self._add(hidden_states, attended)
+            hidden_states = self._add(hidden_states, attended, is_kept=True)
         output = self._add(hidden_states, self.layernorm_mlp(hidden_states, is_first_microbatch))
         return output if self.layernorm is None else self.layernorm(output)
 
-    def _add(self, residual: Tensor, branch: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+    def _add(self, residual: Tensor, branch: Tensor | tuple[Tensor, Tensor], is_kept: bool = False) -> Tensor:
         """The branch, with dropout, on the residual or, if the branch returns it, on its normalised input."""
         if isinstance(branch, tuple):
             branch, residual = branch
         branch = F.dropout(branch, self.hidden_dropout, self.training)
-        if self.drop_path_rate and self.training:
+        if self.drop_path_rate and self.training and not is_kept:
             shape = [1] * branch.ndim
             shape[self.batch_dim] = branch.shape[self.batch_dim]
             kept = torch.rand(shape, dtype=torch.float32, device=branch.device) >= self.drop_path_rate

@@ -409,6 +409,14 @@ def test_a_rate_of_one_leaves_out_every_branch():
     assert torch.equal(layer(inp), inp)
 
 
+def test_drop_path_keeps_cross_attention():
+    """As in TransformerEngine; it was left out as well."""
+    layer = make_layer(drop_path_rate=1.0, layer_type="decoder")
+    inp, encoded = torch.randn(6, 2, 32), torch.randn(5, 2, 32)
+    attended = layer.inter_attention(inp, encoder_output=encoded)
+    assert torch.equal(layer(inp, encoder_output=encoded), inp + attended)
+
+
 ATTENTION_KEYS = {
     (False, False): ["qkv.query_weight", "qkv.key_weight", "qkv.value_weight", "proj.weight"],
     (False, True): ["qkv.weight", "proj.weight"],
