@@ -28,8 +28,8 @@ class TransformerLayer(torch.nn.Module):
         bias, params_dtype, device, recipe, fuse_wgrad_accumulation: of all parts, as in :class:`LayerNormMLP`.
         name: recipes see the parts below it.
         layernorm_epsilon: eps of all norms.
-        hidden_dropout: dropout of all branches; ``drop_path_rate`` leaves out those of self-attention and the MLP whole,
-            sample by sample.
+        hidden_dropout: dropout of all branches; ``drop_path_rate`` leaves out those of self-attention and of the MLP
+            whole, sample by sample.
         self_attn_mask_type, window_size, bottom_right_diagonal: mask of self-attention, also arguments of the
             forward; ``enc_dec_attn_mask_type``, ``enc_dec_window_size`` and ``enc_dec_bottom_right_diagonal`` are those
             of cross-attention.
