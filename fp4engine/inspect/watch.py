@@ -4,7 +4,6 @@ A watched layer computes as ever. Its operands are made a second time by its own
 with the draw that the step takes, and the random stream is left where it stood.
 """
 
-from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -22,8 +21,7 @@ from fp4engine.functional.eager import Eager
 from fp4engine.functional.program import Request, values_of
 from fp4engine.functional.shards import Shards, Wholes
 from fp4engine.modules import Gemms
-from fp4engine.modules.gemms import require_layers
-from fp4engine.modules.identity import plain_path
+from fp4engine.modules.gemms import by_plain_path, require_layers
 from fp4engine.modules.inputs import cast_by_autocast
 from fp4engine.modules.sharded import is_distributed, layout_of
 from fp4engine.quantizers import Quantizer
@@ -171,13 +169,8 @@ class _Watched:
 
 
 def layers_of(model: torch.nn.Module) -> dict[str, Gemms]:
-    """The layers of ``model``, see :func:`require_layers`, by their paths there without what wrappers add.
-
-    Where that is the path of two, as of what PEFT has copied, each has its whole path.
-    """
-    layers = require_layers(model)
-    times = Counter(map(plain_path, layers))
-    return {path if times[plain_path(path)] > 1 else plain_path(path): layer for path, layer in layers.items()}
+    """The layers of ``model``, see :func:`require_layers`, as :func:`by_plain_path` names them."""
+    return by_plain_path(require_layers(model))
 
 
 @contextmanager

@@ -1,12 +1,14 @@
 """What delayed and held scaling remember, as plain values to save beside a ``state_dict`` and to restore."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from fp4engine.arguments import require_model, shown
-from fp4engine.modules.gemms import Gemms
+from fp4engine.modules.gemms import Gemms, by_plain_path
+from fp4engine.modules.identity import plain_path
 from fp4engine.quantizers.delayed import AmaxHistory
 from fp4engine.quantizers.held import HeldAmax
 from fp4engine.roles import TENSOR_TYPES
@@ -14,6 +16,8 @@ from fp4engine.roles import TENSOR_TYPES
 
 def get_amax_history(model: torch.nn.Module) -> dict[str, dict[str, Any]]:
     """``"module name:role" -> history`` of every tensor of ``model`` that delayed or held scaling has seen.
+
+    A module's name is its path in ``model`` without what wrappers add: DDP, FSDP, checkpoints, ``torch.compile``.
 
     A history is ``{"values": [amax, ...], "amax": number, "open": bool}``, or under held scaling ``{"amax": number,
     "left": int}``, how many optimizer steps are left until the next sample, -1 before the first one.
@@ -24,8 +28,7 @@ def get_amax_history(model: torch.nn.Module) -> dict[str, dict[str, Any]]:
     require_model(model)
     return {
         f"{name}:{role}": history.state()
-        for name, module in model.named_modules()
-        if isinstance(module, Gemms)
+        for name, module in _layers(model).items()
         for role, history in module.amax_histories.items()
     }
 
@@ -43,7 +46,8 @@ def set_amax_history(model: torch.nn.Module, state: dict[str, dict[str, Any]]) -
             "state must be {'module name:role': history}, where a history is {'values': [number, ...], 'amax': number, "
             f"'open': bool}} or {{'amax': number, 'left': integer}}, got {shown(state)}"
         )
-    modules = {name: module for name, module in model.named_modules() if isinstance(module, Gemms)}
+    modules = _layers(model)
+    state = {_key_in(modules, key): history for key, history in state.items()}
     unknown = {key.rpartition(":")[0] for key in state} - set(modules)
     if unknown:
         raise ValueError(f"the model has no module {', '.join(sorted(unknown))}; it has {', '.join(modules)}")
@@ -57,6 +61,16 @@ def set_amax_history(model: torch.nn.Module, state: dict[str, dict[str, Any]]) -
     for key, history in histories.items():
         name, _, role = key.rpartition(":")
         modules[name].amax_histories[role] = history
+
+
+def _key_in(modules: Mapping[str, Gemms], key: str) -> str:
+    """``key``, of a model with wrappers that ``modules`` are without, as it is there."""
+    name, _, role = key.rpartition(":")
+    return key if name in modules else f"{plain_path(name)}:{role}"
+
+
+def _layers(model: torch.nn.Module) -> dict[str, Gemms]:
+    return by_plain_path({path: module for path, module in model.named_modules() if isinstance(module, Gemms)})
 
 
 def _is_history(given: Any) -> bool:

@@ -1,6 +1,7 @@
 """The part that all modules with a weight have in common: they run their three GEMMs by the recipe in force."""
 
-from collections.abc import Callable, Generator
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +17,7 @@ from fp4engine.functional.grouped_linear import Expert
 from fp4engine.functional.main_grad import MainGrad, require_main_grad
 from fp4engine.functional.shards import Shards, Wholes
 from fp4engine.functional.weight_cache import microbatch_cache
+from fp4engine.modules.identity import plain_path
 from fp4engine.modules.inputs import cast_by_autocast, unusable_devices
 from fp4engine.modules.plans import Planned, Remembering
 from fp4engine.modules.quantized_weight import QuantizedWeight, stored_operands
@@ -375,3 +377,12 @@ def require_layers(model: torch.nn.Module) -> dict[str, Gemms]:
     if not layers:
         raise ValueError(f"this {type(model).__name__} has no layer of fp4engine's; call fp4engine.convert first")
     return layers
+
+
+def by_plain_path(layers: Mapping[str, Gemms]) -> dict[str, Gemms]:
+    """``layers``, which are by their paths in a model, by their paths without what wrappers add.
+
+    Where that is the path of two, as of what PEFT has copied, each has its whole path.
+    """
+    times = Counter(map(plain_path, layers))
+    return {path if times[plain_path(path)] > 1 else plain_path(path): layer for path, layer in layers.items()}

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import fp4engine
 from fp4engine import reference
@@ -408,6 +409,19 @@ def test_histories_are_saved_and_restored_outside_state_dict() -> None:
         fp4engine.set_amax_history(second, {"fc:inptu": saved["fc:input"]})
     with pytest.raises(ValueError, match=r"model must be a torch\.nn\.Module"):
         fp4engine.get_amax_history(saved)  # pyright: ignore[reportArgumentType]
+
+
+def test_histories_go_on_in_a_model_that_is_wrapped_otherwise() -> None:
+    """As ``state_dict`` does, which leaves out the names of checkpoints: one is turned on when memory runs out."""
+    plain = torch.nn.ModuleDict({"fc": fp4engine.Linear(32, 32)})
+    train(plain["fc"], 2, seed=1)
+    saved = fp4engine.get_amax_history(plain)
+    wrapped = torch.nn.ModuleDict({"fc": checkpoint_wrapper(fp4engine.Linear(32, 32))})
+    wrapped.load_state_dict(plain.state_dict())
+    fp4engine.set_amax_history(wrapped, saved)
+    assert fp4engine.get_amax_history(wrapped) == saved == fp4engine.get_amax_history(torch.compile(plain))
+    fp4engine.set_amax_history(plain, {f"module.{key}": history for key, history in saved.items()})
+    assert fp4engine.get_amax_history(plain) == saved
 
 
 @pytest.mark.parametrize("change", [{"values": []}, {"values": [[1.0]]}, {"amax": None}, {"open": 1}, {"more": 1}])
