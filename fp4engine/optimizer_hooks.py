@@ -27,6 +27,7 @@ from fp4engine.functional import LinearPlan, linear
 from fp4engine.functional.linear import require_features
 from fp4engine.modules import Linear
 from fp4engine.modules.adoption import require_plain_class
+from fp4engine.modules.gemms import layers_by_plain_path
 from fp4engine.modules.inputs import cast_by_autocast, unusable_devices
 from fp4engine.modules.quantized_weight import QuantizedWeight
 from fp4engine.modules.recompute import computed
@@ -75,11 +76,11 @@ class _StepHook:
             raise ValueError(f"{kind} found no fp4engine.Linear below the model whose weight the optimizer trains")
 
     def _trained_layers(self) -> dict[str, Linear]:
-        """The layers below the model whose weight is a parameter of the optimizer now, by name."""
+        """The layers below the model whose weight is a parameter of the optimizer now, by name without wrappers."""
         trained = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
         return {
             name: module
-            for name, module in self._model.named_modules()
+            for name, module in layers_by_plain_path(self._model).items()
             if isinstance(module, Linear) and id(module._parameters.get("weight")) in trained  # None if it is computed
         }
 

@@ -21,7 +21,7 @@ from fp4engine.functional.eager import Eager
 from fp4engine.functional.program import Request, values_of
 from fp4engine.functional.shards import Shards, Wholes
 from fp4engine.modules import Gemms
-from fp4engine.modules.gemms import by_plain_path, require_layers
+from fp4engine.modules.gemms import layers_by_plain_path, require_layers
 from fp4engine.modules.inputs import cast_by_autocast
 from fp4engine.modules.sharded import is_distributed, layout_of
 from fp4engine.quantizers import Quantizer
@@ -169,8 +169,9 @@ class _Watched:
 
 
 def layers_of(model: torch.nn.Module) -> dict[str, Gemms]:
-    """The layers of ``model``, see :func:`require_layers`, as :func:`by_plain_path` names them."""
-    return by_plain_path(require_layers(model))
+    """The layers of ``model``, see :func:`require_layers`, as :func:`layers_by_plain_path` names them."""
+    require_layers(model)
+    return layers_by_plain_path(model)
 
 
 @contextmanager

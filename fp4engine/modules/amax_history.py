@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fp4engine.arguments import require_model, shown
-from fp4engine.modules.gemms import Gemms, by_plain_path
+from fp4engine.modules.gemms import Gemms, layers_by_plain_path
 from fp4engine.modules.identity import plain_path
 from fp4engine.quantizers.delayed import AmaxHistory
 from fp4engine.quantizers.held import HeldAmax
@@ -28,7 +28,7 @@ def get_amax_history(model: torch.nn.Module) -> dict[str, dict[str, Any]]:
     require_model(model)
     return {
         f"{name}:{role}": history.state()
-        for name, module in _layers(model).items()
+        for name, module in layers_by_plain_path(model).items()
         for role, history in module.amax_histories.items()
     }
 
@@ -46,7 +46,7 @@ def set_amax_history(model: torch.nn.Module, state: dict[str, dict[str, Any]]) -
             "state must be {'module name:role': history}, where a history is {'values': [number, ...], 'amax': number, "
             f"'open': bool}} or {{'amax': number, 'left': integer}}, got {shown(state)}"
         )
-    modules = _layers(model)
+    modules = layers_by_plain_path(model)
     state = {_key_in(modules, key): history for key, history in state.items()}
     unknown = {key.rpartition(":")[0] for key in state} - set(modules)
     if unknown:
@@ -67,10 +67,6 @@ def _key_in(modules: Mapping[str, Gemms], key: str) -> str:
     """``key``, of a model with wrappers that ``modules`` are without, as it is there."""
     name, _, role = key.rpartition(":")
     return key if name in modules else f"{plain_path(name)}:{role}"
-
-
-def _layers(model: torch.nn.Module) -> dict[str, Gemms]:
-    return by_plain_path({path: module for path, module in model.named_modules() if isinstance(module, Gemms)})
 
 
 def _is_history(given: Any) -> bool:

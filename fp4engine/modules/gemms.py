@@ -1,7 +1,7 @@
 """The part that all modules with a weight have in common: they run their three GEMMs by the recipe in force."""
 
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -379,10 +379,11 @@ def require_layers(model: torch.nn.Module) -> dict[str, Gemms]:
     return layers
 
 
-def by_plain_path(layers: Mapping[str, Gemms]) -> dict[str, Gemms]:
-    """``layers``, which are by their paths in a model, by their paths without what wrappers add.
+def layers_by_plain_path(model: torch.nn.Module) -> dict[str, Gemms]:
+    """The layers of ``model``, of which there may be none, by their paths there without what wrappers add.
 
     Where that is the path of two, as of what PEFT has copied, each has its whole path.
     """
+    layers = {path: module for path, module in model.named_modules() if isinstance(module, Gemms)}
     times = Counter(map(plain_path, layers))
     return {path if times[plain_path(path)] > 1 else plain_path(path): layer for path, layer in layers.items()}

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import fp4engine
 from fp4engine import inspect
@@ -238,13 +239,18 @@ def test_a_hook_refuses_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param(OutControl, {"start": 2, "steps": 3, "multiple": 16}, 8, 12, id="with channels"),
     ],
 )
-def test_a_hook_goes_on_from_a_checkpoint(kind: Any, settings: dict[str, Any], half: int, steps: int) -> None:
-    """Bit for bit, with stochastic rounding and fresh signs, and with the random stream beside it."""
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_a_hook_goes_on_from_a_checkpoint(
+    kind: Any, settings: dict[str, Any], half: int, steps: int, checkpoints: bool
+) -> None:
+    """Bit for bit, with stochastic rounding and fresh signs, and the random stream beside it; or layers recomputed."""
     recipe = zoo.make("tetrajet2")
 
-    def begin(seed: int) -> list[Any]:
+    def begin(seed: int, checkpoints: bool = False) -> list[Any]:
         fp4engine.manual_seed(seed)
-        net = model()
+        net: Any = model()
+        if checkpoints:
+            net[0] = checkpoint_wrapper(net[0])
         optimizer = OPTIMIZERS["AdamW"](list(net.parameters()))
         own = {"recipe": recipe} if kind is OsciReset else {}
         return [net, optimizer, kind(net, optimizer, **own, **settings), TrainingState(net)]
@@ -254,7 +260,7 @@ def test_a_hook_goes_on_from_a_checkpoint(kind: Any, settings: dict[str, Any], h
     file = io.BytesIO()
     torch.save([part.state_dict() for part in whole], file)
     train(*whole[:2], recipe, batches(steps, half))
-    resumed = begin(99)
+    resumed = begin(99, checkpoints)
     file.seek(0)
     for part, state in zip(resumed, torch.load(file), strict=True):
         part.load_state_dict(state)
