@@ -66,12 +66,12 @@ def record_kernel(
 
 
 @triton.jit
-def hold_kernel(due_ptr, amax_ptr, now_ptr, current_ptr, out_ptr, hold, one):
+def hold_kernel(due_ptr, amax_ptr, now_ptr, current_ptr, out_ptr, hold):
     """:func:`fp4engine.reference.hold_amax`, in one program."""
     due, now, current = tl.load(due_ptr), tl.load(now_ptr), tl.load(current_ptr)
     is_finite = tl.abs(current) < INFINITY
-    samples = (now >= due) & is_finite
-    amax = tl.where(samples, tl.where(current > 0.0, current, one), tl.load(amax_ptr))
+    samples = (now >= due) & is_finite & (current > 0.0)
+    amax = tl.where(samples, current, tl.load(amax_ptr))
     tl.debug_barrier()  # every thread has read before one writes
     tl.store(amax_ptr, amax)
     tl.store(due_ptr, tl.where(samples, now + hold, due))
@@ -141,16 +141,16 @@ def record_amax(values: Tensor, amax: Tensor, current: Tensor, choice: str, chos
 
 
 @resolver
-def resolve_hold(metas: tuple[TensorMeta, ...], device: torch.device, hold: int, one: float) -> Launch:
+def resolve_hold(metas: tuple[TensorMeta, ...], device: torch.device, hold: int) -> Launch:
     """``(due, amax, now, current) -> scale's amax``; writes the first two."""
     builder = LaunchBuilder(device, inputs=len(metas))
     out = builder.buffer((1,), torch.float32)
-    builder.step(hold_kernel, 1, *builder.inputs, out, hold, one, num_warps=1)
+    builder.step(hold_kernel, 1, *builder.inputs, out, hold, num_warps=1)
     return builder.launch(out)
 
 
-def hold_amax(due: Tensor, amax: Tensor, now: Tensor, current: Tensor, hold: int, one: float) -> Tensor:
+def hold_amax(due: Tensor, amax: Tensor, now: Tensor, current: Tensor, hold: int) -> Tensor:
     """As :func:`fp4engine.reference.hold_amax`."""
     tensors = due, amax, now, current
-    (out,) = resolve_hold(tuple([meta_of(tensor) for tensor in tensors]), due.device, hold, one)(*tensors)
+    (out,) = resolve_hold(tuple([meta_of(tensor) for tensor in tensors]), due.device, hold)(*tensors)
     return out

@@ -100,26 +100,25 @@ def optimizer_steps() -> int:
     return _count.steps + _count.is_over
 
 
-def hold_amax(due: Tensor, amax: Tensor, current: Tensor, hold: int, one: float, backend: str = "auto") -> Tensor:
+def hold_amax(due: Tensor, amax: Tensor, current: Tensor, hold: int, backend: str = "auto") -> Tensor:
     """Sample ``current`` if that is due, and return what the tensor is scaled by; the reference has the arithmetic.
 
     Args:
         due: int64 [1]; amax, current: FP32 [1]; the first two are written in place.
         hold: optimizer steps for which a sample is held.
-        one: the amax that makes the outer scale one.
         backend: see :func:`fp4engine.ops.backend.choose`.
     """
     run = _hold_amax if is_plain(current) else torch.ops.fp4engine.hold_amax
-    return run(due, amax, current, hold, one, backend)
+    return run(due, amax, current, hold, backend)
 
 
-def _hold_amax(due: Tensor, amax: Tensor, current: Tensor, hold: int, one: float, backend: str) -> Tensor:
+def _hold_amax(due: Tensor, amax: Tensor, current: Tensor, hold: int, backend: str) -> Tensor:
     now = _count.on(due.device)
     if backends.choose("hold_amax", due.device, backend, (), backends.always) == "triton":
         from fp4engine.kernels.amax_history import hold_amax as hold_by_kernel
 
-        return hold_by_kernel(due, amax, now, current, hold, one)
-    return reference.hold_amax(due, amax, now, current, hold, one)
+        return hold_by_kernel(due, amax, now, current, hold)
+    return reference.hold_amax(due, amax, now, current, hold)
 
 
 define(_hold_amax, lambda: [Output((1,), torch.float32)], mutates_args=("due", "amax"))

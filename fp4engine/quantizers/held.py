@@ -30,24 +30,23 @@ class HeldAmax(AmaxHistory):
             self.values = torch.full((1,), due, dtype=torch.int64, device="cpu")
         self._seen = -1  # the count at the last cast
 
-    def hold(self, current: Tensor, steps: int, one: float, evaluates: bool, backend: str) -> Tensor:
+    def hold(self, current: Tensor, steps: int, evaluates: bool, backend: str) -> Tensor:
         """The amax [1] to scale a tensor by whose own is ``current``; a sample, held for ``steps``, if one is due.
 
         Args:
-            one: the amax that makes the outer scale one.
             evaluates: whether memory is left alone. Only a tensor without a sample is then scaled by its own amax, so
                 that no score depends on the batch.
         """
         self.follow(current.device)
         if evaluates:
             due = self.values.clone().masked_fill_(self.values >= 0, _NEVER)
-            return hold_amax(due, self.amax.clone(), current, steps, one, backend)
+            return hold_amax(due, self.amax.clone(), current, steps, backend)
         if not torch.compiler.is_compiling():
             count = optimizer_steps()
             if self._turn is not None and count != self._seen:
                 self.leave_turn()
             self._seen = count
-        return hold_amax(self.values, self.amax, current, steps, one, backend)
+        return hold_amax(self.values, self.amax, current, steps, backend)
 
     def state(self) -> dict[str, Any]:
         """Plain values, for JSON or ``torch.save``: counts are of one process, so it says how many steps are left."""
@@ -88,8 +87,8 @@ class HeldQuantizer(RememberingQuantizer):
         return HeldAmax(self.rowwise_spec.numerator)
 
     def _choose(self, current: Tensor) -> Tensor:
-        assert isinstance(self.history, HeldAmax) and self.rowwise_spec is not None
-        return self.history.hold(current, self.hold, self.rowwise_spec.numerator, self.evaluates, self.backend)
+        assert isinstance(self.history, HeldAmax)
+        return self.history.hold(current, self.hold, self.evaluates, self.backend)
 
     def given_amax(self, x: Tensor, shared: Tensor | None) -> Tensor:
         return self.scaled_by(self.own_amax(x) if shared is None else shared)

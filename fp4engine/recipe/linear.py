@@ -121,7 +121,8 @@ class HeldScaling(LinearRecipe):
     over. Microbatches between two optimizer steps do not count, and take the sample of the first; steps of every
     optimizer in the process count, of another model's too. Both casts of a tensor share its amax. Block scales are
     UE5M3, whose range leaves room for tensors that have grown since: 256 times with ``scale_bound=448``. Beyond that
-    elements saturate. An Inf or a NaN in a tensor still makes its product non-finite, and is no sample.
+    elements saturate. An Inf or a NaN in a tensor still makes its product non-finite, and is no sample. Zeros are
+    none either.
 
     Amaxes belong to the modules; see :func:`fp4engine.get_amax_history`.
 

@@ -36,22 +36,22 @@ def record_amax(values: Tensor, amax: Tensor, current: Tensor, choice: str, chos
     return torch.where(current.isfinite(), amax, current)
 
 
-def hold_amax(due: Tensor, amax: Tensor, now: Tensor, current: Tensor, hold: int, one: float) -> Tensor:
+def hold_amax(due: Tensor, amax: Tensor, now: Tensor, current: Tensor, hold: int) -> Tensor:
     """What a tensor is scaled by whose own amax is ``current``, FP32 [1]; a sample of it if one is due.
 
-        now >= due:  amax = current, or one if that is zero;  due = now + hold
+        now >= due:  amax = current;  due = now + hold
 
-    An Inf or a NaN in ``current`` is returned, so that the product is not silently finite, and is no sample: the next
-    cast takes it. ``due`` and ``amax`` are written in place.
+    An Inf or a NaN in ``current`` is returned, so that the product is not silently finite. It is no sample, and neither
+    is zero, which says nothing of the values that will come: the next cast takes it. ``due`` and ``amax`` are written
+    in place.
 
     Args:
         due, now: int64 [1], counts of optimizer steps; amax, current: FP32 [1].
         hold: steps for which a sample is held.
-        one: the amax that makes the outer scale one.
 
     Source: ue5m3-fp4 59868e7, ``scaling/training.py``, ``TrainingScaleState.reference``.
     """
-    samples = (now >= due) & current.isfinite()
-    amax.copy_(torch.where(samples, torch.where(current > 0, current, one), amax))
+    samples = (now >= due) & (current > 0) & current.isfinite()
+    amax.copy_(torch.where(samples, current, amax))
     due.copy_(torch.where(samples, now + hold, due))
     return torch.where(current.isfinite(), amax, current)

@@ -130,11 +130,18 @@ def test_what_is_not_finite_makes_the_product_so_and_is_no_sample(bad: float) ->
         assert amax(layer) == 5.0
 
 
-def test_zeros_are_held_as_a_scale_of_one_and_make_nothing_zero() -> None:
+@pytest.mark.parametrize("rows", [0, 4])
+def test_zeros_are_no_sample(rows: int) -> None:
+    """What came next was zero until a sample was due: the gradients of a block whose last weight begins as zeros."""
     layer = fp4engine.Linear(32, 32, bias=False)
-    assert not forward(layer, 0.0).any()
-    assert amax(layer) == CAST.numerator
-    torch.testing.assert_close(forward(layer, 3.0), 3 * layer.weight.sum(1).expand(4, -1), rtol=0.2, atol=0.3)
+    with fp4engine.autocast(recipe=HELD):
+        (0.0 * layer(torch.zeros(rows, 32))).sum().backward()
+        (2.0**-30 * layer(torch.full((4, 32), 2.0**-30))).sum().backward()
+    assert {name: held["amax"] for name, held in fp4engine.get_amax_history(layer).items() if name != ":weight"} == {
+        ":input": 2.0**-30,
+        ":grad_output": 2.0**-30,
+    }
+    torch.testing.assert_close(layer.weight.grad, torch.full((32, 32), 4 * 2.0**-60))
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3, 4])

@@ -35,8 +35,8 @@ def test_holds(kernel_device, hold):
     written = [tensor.to(kernel_device, copy=True) for tensor in kept]
     for step, amax in enumerate(AMAXES * 2):
         now, current = torch.tensor([step // 2]), torch.tensor([amax])
-        expected = reference.hold_amax(*kept, now, current, hold, 2688.0)
-        actual = hold_amax(*written, now.to(kernel_device), current.to(kernel_device), hold, 2688.0)
+        expected = reference.hold_amax(*kept, now, current, hold)
+        actual = hold_amax(*written, now.to(kernel_device), current.to(kernel_device), hold)
         torch.testing.assert_close(actual.cpu(), expected, rtol=0, atol=0, equal_nan=True)
         assert all(torch.equal(tensor.cpu(), wanted) for tensor, wanted in zip(written, kept, strict=True))
 
