@@ -21,7 +21,7 @@ from fp4engine.arguments import require_callable, require_model, require_pattern
 from fp4engine.functional import ExecutedGemms
 from fp4engine.functional.plan import HIGH_PRECISION
 from fp4engine.modules import Gemms, GroupedLinear, Linear
-from fp4engine.modules.identity import known_names, require_paths, require_rules
+from fp4engine.modules.identity import known_names, plain_path, require_paths, require_rules
 from fp4engine.modules.learned_scales import parametrization_of
 from fp4engine.names import covers
 from fp4engine.recipe import Recipe
@@ -164,7 +164,8 @@ def assert_quantized(
         recipe: the recipe that was in force; None takes the modules' own, and ``get_default_recipe()`` where they have
             none, as :func:`~fp4engine.convert` does for its plan.
         keep_high_precision: patterns over names of linear modules, of other matrices and of operators
-            (``"flash_attn::*"``) that are known to multiply in high precision; the patterns given to ``convert`` fit.
+            (``"flash_attn::*"``) that are known to multiply in high precision; the patterns given to ``convert`` fit,
+            also where DDP or another wrapper has put names in front of theirs since.
 
     Raises:
         AssertionError: it is not so; the message names what ran otherwise, or cannot be seen.
@@ -231,11 +232,16 @@ def _unseen(
         found.update((name, matrix.reason) for name, matrix in other_matrices(model).items())
     names = {*found, *linears, *other_matrices(model)}
     for pattern in patterns:
-        if not any(covers(pattern, name) for name in names):
+        if not any(_keeps([pattern], name) for name in names):
             raise ValueError(
                 f"pattern {pattern!r} in keep_high_precision covers no linear module and no matrix of the model"
             )
-    return {name: why for name, why in found.items() if not any(covers(pattern, name) for pattern in patterns)}
+    return {name: why for name, why in found.items() if not _keeps(patterns, name)}
+
+
+def _keeps(patterns: Sequence[str], name: str) -> bool:
+    """Whether ``patterns`` cover ``name``, or what it was before a wrapper such as DDP."""
+    return any(covers(pattern, each) for pattern in patterns for each in (name, plain_path(name)))
 
 
 def _patterns(model: nn.Module, given: list[str], unseen: Iterable[str]) -> list[str]:
@@ -253,7 +259,7 @@ def _departures(
     planned_in_fp4 = False
     for name, module in linear_modules(model):
         planned = plan_module(name, module, "", recipe)
-        if FP4_FORMATS.isdisjoint(planned.formats) or any(covers(pattern, name) for pattern in patterns):
+        if FP4_FORMATS.isdisjoint(planned.formats) or _keeps(patterns, name):
             continue
         planned_in_fp4 = True
         owner = model.get_submodule(name)

@@ -496,3 +496,14 @@ def test_a_linear_module_that_does_not_count_is_named_beside_the_share() -> None
     assert report.uncounted == ("1",)
     assert "\nnot counted, since convert has not seen them or they are never called: 1\n" in str(report)
     assert not fp4engine.executed_gemms(model, lambda: model(torch.randn(4, 16))).uncounted
+
+
+def test_patterns_of_convert_cover_the_layers_of_a_wrapped_model() -> None:
+    """They covered nothing of DDP(model), whose names begin with "module"."""
+    model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16))
+    fp4engine.convert(model, NVFP4BlockScaling(), keep_high_precision=["1"])
+    wrapped = nn.DataParallel(model)
+    wrapped(torch.randn(4, 16)).sum().backward()
+    fp4engine.assert_quantized(wrapped, keep_high_precision=["1"])
+    with pytest.raises(ValueError, match="pattern 'head' in keep_high_precision covers no linear module"):
+        fp4engine.assert_quantized(wrapped, keep_high_precision=["head"])
