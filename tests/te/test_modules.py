@@ -407,6 +407,9 @@ def test_cross_entropy_is_pytorchs() -> None:
     losses = te.parallel_cross_entropy(scores, labels)
     assert torch.allclose(losses, F.cross_entropy(scores.transpose(1, 2), labels, reduction="none"))
     assert torch.equal(te.parallel_cross_entropy(scores, labels.int()), losses)
+    wide, bytes_ = torch.randn(1, 2, 200), torch.tensor([[156, 3]], dtype=torch.uint8)  # 156 is -100 in a byte
+    mean = F.cross_entropy(wide[0], bytes_[0].long())
+    assert torch.allclose(te.parallel_cross_entropy(wide, bytes_, reduce_loss=True), mean)
     with pytest.raises(ValueError, match=r"target must hold integers, got torch\.float32"):
         te.parallel_cross_entropy(scores, labels.float())
 

@@ -40,4 +40,4 @@ def parallel_cross_entropy(
     loss = F.cross_entropy(
         scores, labels, ignore_index=ignore_idx, reduction=reduction, label_smoothing=label_smoothing
     )
-    return loss / (target != ignore_idx).sum().clamp(min=1) if reduce_loss else loss.view(target.shape)
+    return loss / (labels != ignore_idx).sum().clamp(min=1) if reduce_loss else loss.view(target.shape)
