@@ -25,7 +25,10 @@ SHARED_SCALES = (
     ("in_proj_qkv", "in_proj_z"),
     ("in_proj_b", "in_proj_a"),
 )
-"""The last parts of names of sibling layers that servers multiply as one matrix, with one outer scale."""
+"""The last parts of names of sibling layers that servers multiply as one matrix, with one outer scale.
+
+Without the first of them they are no siblings: RWKV's ``key`` and ``value`` read different inputs.
+"""
 
 
 def require_shared_scales(shared_scales: Iterable[Iterable[str]]) -> tuple[tuple[str, ...], ...]:
@@ -50,7 +53,7 @@ def sibling_groups(names: Iterable[str], shared_scales: Iterable[Sequence[str]])
 
     Args:
         names: dotted names of modules.
-        shared_scales: names of siblings, below any one parent.
+        shared_scales: names of siblings, below any one parent that has the first of them.
 
     Raises:
         ValueError: as :func:`require_shared_scales`.
@@ -61,9 +64,9 @@ def sibling_groups(names: Iterable[str], shared_scales: Iterable[Sequence[str]])
     for siblings in require_shared_scales(shared_scales):
         for parent in parents:
             together = [f"{parent}.{sibling}" if parent else sibling for sibling in siblings]
-            together = [name for name in together if name in known]
-            if len(together) > 1:
-                groups |= dict.fromkeys(together, tuple(together))
+            found = [name for name in together if name in known]
+            if len(found) > 1 and found[0] == together[0]:
+                groups |= dict.fromkeys(found, tuple(found))
     return groups
 
 
@@ -106,7 +109,7 @@ def share_amax(
             that is sharded at that moment is reduced over its shards; siblings in one unit of FSDP2 need no such step.
             A copy of the model, such as an average of its weights, needs a recipe made for it, unless ``convert`` was
             given the recipe, which is copied then. Eager code refuses another model's recipe; compiled code does not.
-        shared_scales: names of siblings, by the last part of their dotted names.
+        shared_scales: names of siblings, by the last part of their dotted names; groups without the first are none.
 
     Raises:
         ValueError: the model has no such siblings, or recipes see one by the name of another module; ``recipe`` has

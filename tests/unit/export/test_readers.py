@@ -11,6 +11,7 @@ from torch import nn
 
 import fp4engine
 from fp4engine.export import SHARED_SCALES, CheckpointError, calibrate, export_checkpoint, verify_checkpoint
+from fp4engine.modules.shared_amax import sibling_groups
 from fp4engine.recipe import NVFP4BlockScaling, zoo
 from tests.tiny import converted, llama, served_architecture, tokens
 
@@ -138,6 +139,12 @@ def test_siblings_that_vllm_merges_share_their_scale(tmp_path, names) -> None:
     others = [group for group in SHARED_SCALES if group != names]
     with pytest.raises(CheckpointError, match=rf"{names[0]}, .*{names[1]}.* of their own, and one module keeps one"):
         export_checkpoint(model, tmp_path / "apart", inputs="dynamic", shared_scales=others)
+
+
+def test_names_without_the_first_are_no_siblings() -> None:
+    """RWKV's feed-forward has a key and a value of other inputs, and no query; they shared a scale."""
+    parts = ["attention.query", "attention.key", "attention.value", "feed_forward.key", "feed_forward.value"]
+    assert set(sibling_groups(parts, SHARED_SCALES)) == set(parts[:3])
 
 
 def qwen2_moe():
