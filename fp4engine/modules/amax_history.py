@@ -38,7 +38,7 @@ def set_amax_history(model: torch.nn.Module, state: dict[str, dict[str, Any]]) -
 
     Raises:
         ValueError: ``model`` is no module; ``state`` is not of that form, names a module that ``model`` does not have,
-            or an unknown role; nothing is changed then.
+            one module twice, or an unknown role; nothing is changed then.
     """
     require_model(model)
     if not isinstance(state, dict) or not all(isinstance(key, str) and _is_history(state[key]) for key in state):
@@ -47,7 +47,10 @@ def set_amax_history(model: torch.nn.Module, state: dict[str, dict[str, Any]]) -
             f"'open': bool}} or {{'amax': number, 'left': integer}}, got {shown(state)}"
         )
     modules = layers_by_plain_path(model)
-    state = {_key_in(modules, key): history for key, history in state.items()}
+    keys = {_key_in(modules, key): key for key in state}
+    if twice := sorted(set(state) - set(keys.values())):
+        raise ValueError(f"several keys of state are for one layer of the model, {twice[0]!r} among them")
+    state = {key: state[given] for key, given in keys.items()}
     unknown = {key.rpartition(":")[0] for key in state} - set(modules)
     if unknown:
         raise ValueError(f"the model has no module {', '.join(sorted(unknown))}; it has {', '.join(modules)}")
@@ -64,7 +67,7 @@ def set_amax_history(model: torch.nn.Module, state: dict[str, dict[str, Any]]) -
 
 
 def _key_in(modules: Mapping[str, Gemms], key: str) -> str:
-    """``key``, of a model with wrappers that ``modules`` are without, as it is there."""
+    """The key among ``modules`` that ``key`` means, where that may be of a model with other wrappers."""
     name, _, role = key.rpartition(":")
     return key if name in modules else f"{plain_path(name)}:{role}"
 

@@ -422,6 +422,8 @@ def test_histories_go_on_in_a_model_that_is_wrapped_otherwise() -> None:
     assert fp4engine.get_amax_history(wrapped) == saved == fp4engine.get_amax_history(torch.compile(plain))
     fp4engine.set_amax_history(plain, {f"module.{key}": history for key, history in saved.items()})
     assert fp4engine.get_amax_history(plain) == saved
+    with pytest.raises(ValueError, match="several keys of state are for one layer of the model, 'fc"):
+        fp4engine.set_amax_history(plain, dict.fromkeys(["fc.original_module:input", "fc:input"], saved["fc:input"]))
 
 
 @pytest.mark.parametrize("change", [{"values": []}, {"values": [[1.0]]}, {"amax": None}, {"open": 1}, {"more": 1}])
