@@ -161,7 +161,7 @@ def read_folders(folders: Iterable[Path]) -> list[Result]:
     found: dict[str, Result] = {}
     for folder in folders:
         for path in sorted(folder.rglob("*.jsonl")):
-            if re.search(r"\.seed\d+\.[0-9a-f]{8}\.jsonl$", path.name):
+            if re.search(r"\.seed\d+(\.[0-9a-f]{8})?\.jsonl$", path.name):
                 result = read(path)
                 if "short" not in result.header["setting"]:  # such runs of `compare` rank parts of a recipe
                     _add(found, result)

@@ -517,6 +517,13 @@ def test_a_damaged_file_is_named(change, said, tmp_path) -> None:
         read_folders([tmp_path])
 
 
+def test_a_file_of_before_runs_had_keys_is_not_passed_over(tmp_path) -> None:
+    rows = '{"variant": "nvfp4", "settings": {"seed": 3}}', '{"step": 1, "validation_loss": 2.0}'
+    (tmp_path / "nvfp4.seed3.jsonl").write_text("".join(f"{row}\n" for row in rows))
+    with pytest.raises(InputError, match=r"nvfp4\.seed3\.jsonl is damaged: its first line does not say label, key"):
+        read_folders([tmp_path])
+
+
 class Counted(nn.Module):
     """A module whose buffers share memory, with one that cannot be written and a state beside its tensors."""
 
