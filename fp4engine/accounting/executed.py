@@ -108,7 +108,7 @@ class ExecutedReport:
             text += f"\nnot counted, since nobody knows what they multiply: {', '.join(self.opaque)}"
         if self.uncounted:
             names = ", ".join(name for (name,) in collapsed((name,) for name in self.uncounted))
-            text += f"\nnot counted, since convert has not seen them or they are never called: {names}"
+            text += f"\nnot counted: {names} (convert has not seen them, or nn.MultiheadAttention never calls them)"
         total = ", ".join(f"{times} GEMMs {formats}" for formats, times in self.counts.items()) or "no GEMM was counted"
         share = f"; {self.fp4_share:.1%} of FLOPs in FP4" if self.flops.total() else ""
         return f"{text}\n{total}{share}"
