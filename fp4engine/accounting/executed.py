@@ -21,7 +21,7 @@ from fp4engine.arguments import require_callable, require_model, require_pattern
 from fp4engine.functional import ExecutedGemms
 from fp4engine.functional.plan import HIGH_PRECISION
 from fp4engine.modules import Gemms, GroupedLinear, Linear
-from fp4engine.modules.identity import known_names, plain_path, require_paths, require_rules
+from fp4engine.modules.identity import known_names, plain_path, require_paths, require_rules, wrapped_at
 from fp4engine.modules.learned_scales import parametrization_of
 from fp4engine.names import covers
 from fp4engine.recipe import Recipe
@@ -230,18 +230,28 @@ def _unseen(
                 kinds = ", ".join(type(part).__name__ for part in chain)
                 found[f"{name}.weight"] = f"the parametrization {kinds} computes it, perhaps by products of its own"
         found.update((name, matrix.reason) for name, matrix in other_matrices(model).items())
+    keeps = _keeper(model)
     names = {*found, *linears, *other_matrices(model)}
     for pattern in patterns:
-        if not any(_keeps([pattern], name) for name in names):
+        if not any(keeps([pattern], name) for name in names):
             raise ValueError(
                 f"pattern {pattern!r} in keep_high_precision covers no linear module and no matrix of the model"
             )
-    return {name: why for name, why in found.items() if not _keeps(patterns, name)}
+    return {name: why for name, why in found.items() if not keeps(patterns, name)}
 
 
-def _keeps(patterns: Sequence[str], name: str) -> bool:
-    """Whether ``patterns`` cover ``name``, or what it was before a wrapper such as DDP."""
-    return any(covers(pattern, each) for pattern in patterns for each in (name, plain_path(name)))
+def _keeper(model: nn.Module) -> Callable[[Sequence[str], str], bool]:
+    """Whether patterns cover a name, or what it was before a wrapper such as DDP, unless another has that now."""
+    around = f"{wrapped_at(model)}."
+    names = {*other_matrices(model)}.union(*((name, f"{name}.weight") for name, _ in linear_modules(model)))
+    taken = {name.removeprefix(around) for name in names}
+
+    def keeps(patterns: Sequence[str], name: str) -> bool:
+        inside = name.removeprefix(around)
+        called = {name, inside, *({plain_path(inside)} - taken)}
+        return any(covers(pattern, each) for pattern in patterns for each in called)
+
+    return keeps
 
 
 def _patterns(model: nn.Module, given: list[str], unseen: Iterable[str]) -> list[str]:
@@ -256,10 +266,10 @@ def _departures(
 ) -> Iterator[tuple[str, str]]:
     """``(name, fault)`` of every module that did not run what was planned in FP4, unless ``patterns`` cover it."""
     counts = {module.name: module.counts for module in report.modules}
-    planned_in_fp4 = False
+    planned_in_fp4, keeps = False, _keeper(model)
     for name, module in linear_modules(model):
         planned = plan_module(name, module, "", recipe)
-        if FP4_FORMATS.isdisjoint(planned.formats) or _keeps(patterns, name):
+        if FP4_FORMATS.isdisjoint(planned.formats) or keeps(patterns, name):
             continue
         planned_in_fp4 = True
         owner = model.get_submodule(name)

@@ -331,6 +331,12 @@ def aliases_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
     return {names[0]: names for root in roots.values() for names in root.names if len(names) > 1}
 
 
+def wrapped_at(model: nn.Module) -> str:
+    """The path in ``model`` of what was given to ``convert``, if only wrappers are around it; empty otherwise."""
+    path = next((path for path, module in model.named_modules() if _ANCHOR in vars(module)), "")
+    return "" if plain_path(path) else path
+
+
 def forget_root(model: nn.Module) -> None:
     """Undo :func:`identify`, but for names."""
     vars(model).pop(_ANCHOR, None)

@@ -507,3 +507,26 @@ def test_patterns_of_convert_cover_the_layers_of_a_wrapped_model() -> None:
     fp4engine.assert_quantized(wrapped, keep_high_precision=["1"])
     with pytest.raises(ValueError, match="pattern 'head' in keep_high_precision covers no linear module"):
         fp4engine.assert_quantized(wrapped, keep_high_precision=["head"])
+
+
+def test_patterns_do_not_cover_a_layer_of_a_model_that_calls_a_part_of_it_module() -> None:
+    """ "head" was then "module.head", too, as if DDP had put "module" in front: it ran unseen in high precision."""
+
+    class Wrapper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = nn.ModuleDict({"head": nn.Linear(16, 32)})
+            self.head = nn.Linear(32, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.module["head"](x))
+
+    model = Wrapper()
+    fp4engine.convert(model, NVFP4BlockScaling(), keep_high_precision=["head"])
+    model(torch.randn(4, 16)).sum().backward()
+    fp4engine.assert_quantized(model, keep_high_precision=["head"])
+    model.module["head"] = nn.Linear(16, 32)
+    for wrapped in (model, nn.DataParallel(model)):
+        wrapped(torch.randn(4, 16)).sum().backward()
+        with pytest.raises(AssertionError, match=r"module\.head\.weight"):
+            fp4engine.assert_quantized(wrapped, keep_high_precision=["head"])
