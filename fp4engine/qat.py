@@ -71,8 +71,8 @@ def prepare(
     Raises:
         ValueError: ``inputs`` or ``tiles`` is not a bool; ``clip`` is not in (0, 1]; one is given beside ``recipe``; a
             recipe that takes no ``backward_override="dequantized"``; scales to learn of a weight that the recipe does
-            not cast to NVFP4 under one outer scale; what ``convert`` refuses. A model that followed no recipe before is
-            then what it was.
+            not cast to NVFP4 under one outer scale, or that another module has, too, as of a tied head; what
+            ``convert`` refuses. A model that followed no recipe before is then what it was.
 
     Warns:
         UserWarning: ``learn`` is given, and the model has experts or ``Conv1D``, which keep the scales of their amaxes.
@@ -197,7 +197,8 @@ def _learn(model: nn.Module, groups: Mapping[str, tuple[str, ...]], learn: tuple
     """Put scales that train into every ``nn.Linear`` that was converted.
 
     Raises:
-        ValueError: a weight is cast to something else than NVFP4 under one outer scale, or by two casts.
+        ValueError: a weight is cast to something else than NVFP4 under one outer scale, or by two casts; or it is that
+            of another module, too.
     """
     places = {name: place for name, place in weight_places(model).items() if place.gemms[0].recipe is not None}
     if others := [name for name, place in places.items() if not isinstance(place.module, Linear)]:
@@ -206,6 +207,10 @@ def _learn(model: nn.Module, groups: Mapping[str, tuple[str, ...]], learn: tuple
             "of their amaxes",
             stacklevel=3,
         )
+    owners: dict[Tensor, list[str]] = {}
+    for path, owner in model.named_modules():
+        for key, parameter in owner.named_parameters(path, recurse=False):
+            owners.setdefault(parameter, []).append(key)
     operands: dict[str, Operand] = {}
     for name, place in places.items():
         quantizer = _quantizer(place.gemms[0], "weight")
@@ -225,7 +230,13 @@ def _learn(model: nn.Module, groups: Mapping[str, tuple[str, ...]], learn: tuple
             raise ValueError(
                 f"scales are learned of whole blocks of 16, and {name!r} has in_features={place.module.in_features}"
             )
-        made = quantizer.quantize(place.module.weight.detach(), columnwise=False).rowwise
+        weight = place.module.weight
+        if shared := [each for each in owners.get(weight, ()) if each != place.name]:
+            raise ValueError(
+                f"scales are learned of weights of one module, and that of {name!r} is also {', '.join(shared)}: give "
+                f"keep_high_precision=[{name!r}], or the module a parameter of its own"
+            )
+        made = quantizer.quantize(weight.detach(), columnwise=False).rowwise
         assert made is not None
         operands[name] = made
     outers: dict[tuple[str, ...], nn.Parameter] = {}

@@ -263,3 +263,20 @@ def test_weights_that_learn_their_scales_do_not_follow_regions() -> None:
     with fp4engine.autocast(enabled=False):
         assert torch.equal(model(x), nn.functional.linear(x, model[0].weight, model[0].bias))
     assert torch.isfinite(model(x)).all()
+
+
+def test_scales_of_a_weight_that_another_module_has_too_are_refused() -> None:
+    """The tie broke in finalize: after the training no export took the model, and no reader what it had saved."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.body, self.head = nn.Embedding(48, 32), nn.Linear(32, 32), nn.Linear(32, 48, bias=False)
+            self.head.weight = self.embed.weight
+
+    model = Tied()
+    with pytest.raises(ValueError, match=r"'head' is also embed\.weight: give keep_high_precision=\['head'\]"):
+        qat.prepare(model, learn="block")
+    assert type(model.body) is nn.Linear
+    qat.prepare(model, learn="block", keep_high_precision=["head"])
+    assert qat.finalize(model).quantized == ("body.weight",)
